@@ -1,0 +1,28 @@
+"""What every test file needs: the plugin and vime on the path, and the real Qwen3 tokenizer where the test command put it.
+
+VIME_ROOT names a vime checkout; without it the stand-in in tests/standin takes vime's place.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).resolve().parent
+EXAMPLE = TESTS.parent / "examples" / "retool"
+VIME = Path(os.environ.get("VIME_ROOT") or TESTS / "standin")
+
+for folder in (VIME, TESTS, EXAMPLE):
+    sys.path.insert(0, str(folder))
+
+
+@pytest.fixture(scope="session")
+def qwen3_tokenizer():
+    """Qwen3's own tokenizer and chat template."""
+    folder = os.environ.get("RETOOL_QWEN3_TOKENIZER")
+    if not folder:
+        pytest.skip("RETOOL_QWEN3_TOKENIZER names no folder with Qwen3's tokenizer.json (tests/run.sh fetches one)")
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder)

@@ -1,0 +1,12 @@
+"""What a rollout function returns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass
+class RolloutFnTrainOutput:
+    samples: list[list[Any]]
+    metrics: dict[str, Any] | None = None
