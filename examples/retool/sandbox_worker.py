@@ -1,0 +1,683 @@
+"""The jail: a worker that confines itself once, then forks one child for each call.
+
+This is the only file of the sandbox that runs inside it. It uses the standard library alone. The host
+(``tool_sandbox.py``) starts it as ``python -I -S sandbox_worker.py FD`` with an empty environment; FD is the worker's
+end of the control socket.
+
+    host -- control (SEQPACKET) --------------> worker   a JSON record of settings, answered by a JSON record
+         -- control: b"F" + a descriptor -----> worker   fork a child that owns this descriptor
+         -- call (SEQPACKET, the descriptor) -> child    one record: the source
+         <- call ------------------------------ child    records: a letter, then bytes (below)
+         <- call ------------------------------ worker   b"X" + exit status, after the child was reaped
+    host shuts its sending side of the call --> worker   the time is up: the child is told to flush its output
+    host closes the call ---------------------> worker   the child's process group is killed
+    host closes control, or dies -------------> worker   everything is killed, the worker ends
+
+Records of a child: ``o`` output and ``e`` errors as they come, then one of ``D`` (ended well), ``E`` + text (ended with
+an exception) and ``M`` + text (ran out of memory).
+
+Invariants. A child is confined before it reads a byte of its source, so whatever runs there runs under every layer. The
+source goes from the host to that child alone: the worker's memory, which later children inherit, never holds it. A
+child holds one descriptor, its own call. The worker has one thread and runs nothing that came from a call.
+
+Layers, in the order they are set up. W: once in the worker. C: in every child, where the layer also parts the child from
+the worker and from its siblings; what it needs is built once in the worker.
+    namespaces    W  pid, net, ipc, uts, cgroup, mount (and user, if the host is not root); the root is an empty tmpfs
+    user          W  a user id of this worker's own, if the host is root
+    capabilities  W  none, in any set; securebits locked
+    no_new_privs  W  and not dumpable: nobody else of the same user can trace it or read its memory
+    limits        WC address space, no core, no files, no processes
+    landlock      C  no path below /, no TCP, no signal and no abstract socket across the border of the call
+    seccomp       WC a list of allowed system calls in the worker; a short list of those that a child may not use
+
+A worker that brings libraries along (numpy, ...) may read below the library directories, for what they import late; a
+plain one has loaded everything beforehand, and no system call that takes a path is allowed at all.
+"""
+
+import builtins
+import codecs
+import ctypes
+import gc
+import importlib
+import io
+import json
+import os
+import platform
+import random
+import resource
+import select
+import signal
+import socket
+import struct
+import sys
+import traceback
+import types
+from ast import Expr, Interactive, PyCF_ONLY_AST
+from typing import NamedTuple
+
+RECORD_BYTES = 16384  # the largest record of a child; the host reads one record per system call
+SOURCE_BYTES = 1 << 18  # larger than any source the host lets through
+SETUP_FAILED = 70  # exit status of a child that could not confine itself; its source stays unread
+CHATTY_RECORDS = 64  # records after which output is flushed by a timer and no longer at each line
+FLUSH_SECONDS = 0.05
+CHILD_DESCRIPTORS = 16  # numbers that a child may use; those of open descriptors may be higher
+TRACEBACK_CALLS = 8
+MESSAGE_CHARS = 2000
+SOURCE_NAME = "<code>"
+
+# What allowed modules import late. No path can be opened later, so it is loaded beforehand.
+LATE_MODULES = ("_strptime", "unicodedata", "reprlib", "contextlib", "locale", "linecache", "_pydatetime", "_colorize")
+LATE_CODECS = (
+    "ascii",
+    "latin-1",
+    "utf-8",
+    "utf-8-sig",
+    "utf-16",
+    "utf-16-le",
+    "utf-16-be",
+    "utf-32",
+    "utf-32-le",
+    "utf-32-be",
+)
+LATE_CODECS += (
+    "cp437",
+    "cp1252",
+    "utf-7",
+    "unicode_escape",
+    "raw_unicode_escape",
+    "rot13",
+    "hex",
+    "base64",
+    "punycode",
+)
+
+
+class Settings(NamedTuple):
+    """What the host wants of this worker; the fields of the first record on the control socket."""
+
+    modules: list[str]  # to import beforehand: those that every call may use
+    libraries: list[str]  # to import beforehand: those of the calls that this worker is for
+    paths: list[str]  # directories in which the libraries are found
+    memory_bytes: int  # what one call may add to the worker's own address space
+    user_id: int  # for a host that is root
+    disabled: list[str]  # layers to leave out; for tests
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# System calls that Python does not wrap
+
+
+class Missing(Exception):
+    """A layer that this kernel or container refuses; the text says what was refused."""
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.syscall.restype = ctypes.c_long
+
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_CAPBSET_DROP, PR_SET_SECUREBITS = 1, 4, 22, 24, 28
+PR_SET_NO_NEW_PRIVS = 38
+SYS_LANDLOCK_CREATE, SYS_LANDLOCK_ADD, SYS_LANDLOCK_RESTRICT = 444, 445, 446
+CLONE_NEWNS, CLONE_NEWCGROUP, CLONE_NEWUTS, CLONE_NEWIPC = 0x00020000, 0x02000000, 0x04000000, 0x08000000
+CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REC, MS_PRIVATE = 1, 2, 4, 8, 0x4000, 0x40000
+
+
+def _check(result: int, what: str) -> int:
+    if result < 0:
+        raise Missing(f"{what}: {os.strerror(ctypes.get_errno())}")
+    return result
+
+
+def _prctl(option: int, argument=0, pointer=None) -> None:
+    _check(_libc.prctl(option, ctypes.c_ulong(argument), pointer, None, None), f"prctl {option}")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# seccomp: which system calls exist for the worker and for a child
+
+# name: number on x86_64, number on aarch64 (None: no such call there)
+CALLS = {
+    "read": (0, 63), "write": (1, 64), "close": (3, 57), "fstat": (5, 80), "lseek": (8, 62), "poll": (7, None),
+    "mmap": (9, 222), "mprotect": (10, 226), "munmap": (11, 215), "brk": (12, 214), "mremap": (25, 216),
+    "madvise": (28, 233), "rt_sigaction": (13, 134), "rt_sigprocmask": (14, 135), "rt_sigreturn": (15, 139),
+    "sigaltstack": (131, 132), "select": (23, None), "pselect6": (270, 72), "ppoll": (271, 73), "sched_yield": (24, 124),
+    "nanosleep": (35, 101), "clock_nanosleep": (230, 115), "clock_gettime": (228, 113), "clock_getres": (229, 114),
+    "gettimeofday": (96, 169), "time": (201, None), "times": (100, 153), "getrusage": (98, 165), "setitimer": (38, 103),
+    "getitimer": (36, 102), "getpid": (39, 172), "gettid": (186, 178), "getppid": (110, 173), "getuid": (102, 174),
+    "geteuid": (107, 175), "getgid": (104, 176), "getegid": (108, 177), "sendto": (44, 206), "recvfrom": (45, 207),
+    "exit": (60, 93), "exit_group": (231, 94), "futex": (202, 98), "set_robust_list": (273, 99), "rseq": (334, 293),
+    "restart_syscall": (219, 128), "getrandom": (318, 278), "uname": (63, 160), "sched_getaffinity": (204, 123),
+    # the worker alone
+    "clone": (56, 220), "fork": (57, None), "wait4": (61, 260), "waitid": (247, 95), "kill": (62, 129), "prctl": (157, 167),
+    "setpgid": (109, 154), "sched_setscheduler": (144, 119), "prlimit64": (302, 261), "recvmsg": (47, 212),
+    "epoll_ctl": (233, 21), "epoll_wait": (232, None), "epoll_pwait": (281, 22), "close_range": (436, 436),
+    "landlock_restrict_self": (446, 446),
+    # a worker that brings libraries along, under Landlock
+    "open": (2, None), "openat": (257, 56), "stat": (4, None), "lstat": (6, None), "newfstatat": (262, 79),
+    "statx": (332, 291), "readlink": (89, None), "readlinkat": (267, 78), "getdents64": (217, 61), "pread64": (17, 67),
+    "access": (21, None), "faccessat": (269, 48), "faccessat2": (439, 439), "getcwd": (79, 17), "ioctl": (16, 29),
+    "fcntl": (72, 25),
+    # answered with "no such call", so that the C library falls back
+    "clone3": (435, 435),
+}  # fmt: skip
+CHILD_CALLS = frozenset(list(CALLS)[: list(CALLS).index("clone")])
+WORKER_ONLY_CALLS = frozenset(list(CALLS)[list(CALLS).index("clone") : list(CALLS).index("open")])
+PATH_CALLS = frozenset(list(CALLS)[list(CALLS).index("open") : list(CALLS).index("clone3")])
+
+WRITING = (
+    os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND | 0o20000000
+)  # the last is O_TMPFILE's own bit
+PROT_EXEC = 4
+# call: (number of the argument, bits that must not be set in it)
+FORBIDDEN_BITS = {"mmap": (2, PROT_EXEC), "mprotect": (2, PROT_EXEC), "open": (1, WRITING), "openat": (2, WRITING)}
+
+AUDIT_ARCHITECTURES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}  # audit number, column in CALLS
+X32_BIT = 0x40000000
+RET_KILL, RET_ALLOW, RET_ERRNO = 0x80000000, 0x7FFF0000, 0x00050000
+EPERM, ENOSYS = 1, 38
+LOAD, JUMP_EQUAL, JUMP_AT_LEAST, JUMP_BITS, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06  # classic BPF opcodes
+
+
+class _Program(ctypes.Structure):
+    _fields_ = [("length", ctypes.c_ushort), ("code", ctypes.c_char_p)]
+
+
+def _filter(machine: str, allowed, forbidden_bits, denied, otherwise: int) -> _Program:
+    """A filter: `allowed` pass (unless an argument has forbidden bits), `denied` fail, the rest gets `otherwise`.
+
+    Calls through another architecture's entry (32-bit int 0x80, x32) have other numbers, so they kill the process.
+    """
+    architecture, column = AUDIT_ARCHITECTURES[machine]
+    code = [(LOAD, 0, 0, 4), (JUMP_EQUAL, 1, 0, architecture), (RETURN, 0, 0, RET_KILL), (LOAD, 0, 0, 0)]
+    code += [(JUMP_AT_LEAST, 0, 1, X32_BIT), (RETURN, 0, 0, RET_KILL)]
+    for name, numbers in CALLS.items():
+        number = numbers[column]
+        if number is None:
+            continue
+        if name in denied:
+            code += [(JUMP_EQUAL, 0, 1, number), (RETURN, 0, 0, RET_ERRNO | EPERM)]
+        elif name in allowed and name in forbidden_bits:
+            argument, bits = forbidden_bits[name]
+            code += [(JUMP_EQUAL, 0, 4, number), (LOAD, 0, 0, 16 + 8 * argument), (JUMP_BITS, 0, 1, bits)]
+            code += [(RETURN, 0, 0, RET_ERRNO | EPERM), (RETURN, 0, 0, RET_ALLOW)]
+        elif name in allowed:
+            code += [(JUMP_EQUAL, 0, 1, number), (RETURN, 0, 0, RET_ALLOW)]
+        elif name == "clone3":
+            code += [(JUMP_EQUAL, 0, 1, number), (RETURN, 0, 0, RET_ERRNO | ENOSYS)]
+    code.append((RETURN, 0, 0, otherwise))
+    return _Program(len(code), b"".join(struct.pack("=HBBI", *instruction) for instruction in code))
+
+
+def _worker_filter(machine: str, reads_libraries: bool) -> _Program:
+    allowed = CHILD_CALLS | WORKER_ONLY_CALLS
+    bits = dict(FORBIDDEN_BITS)
+    if reads_libraries:
+        allowed |= PATH_CALLS
+        del bits["mmap"], bits["mprotect"]  # libraries are loaded late here
+    return _filter(machine, allowed, bits, denied=(), otherwise=RET_ERRNO | EPERM)
+
+
+def _child_filter(machine: str) -> _Program:
+    return _filter(machine, allowed=(), forbidden_bits={}, denied=WORKER_ONLY_CALLS, otherwise=RET_ALLOW)
+
+
+def _install(program: _Program) -> None:
+    _prctl(PR_SET_SECCOMP, 2, ctypes.byref(program))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Landlock: which files, ports and processes exist for a child
+
+# Rights of the first ABI and those that later ones added, by the ABI that brought them.
+FILE_RIGHTS = {1: 0x1FFF, 2: 1 << 13, 3: 1 << 14, 5: 1 << 15}
+READ_RIGHTS = 1 << 2 | 1 << 3  # files, directories
+TCP_BIND_CONNECT, ABSTRACT_SOCKETS_AND_SIGNALS = 0b11, 0b11  # from ABI 4, from ABI 6
+QUIET_FROM_ABI, QUIET = 7, 1  # denials are not written to the kernel's audit log
+
+
+def _ruleset(readable: list[str]) -> tuple[int, int]:
+    """(descriptor, ABI) of a ruleset that denies everything but reading below `readable`."""
+    abi = _check(_libc.syscall(SYS_LANDLOCK_CREATE, None, 0, 1), "Landlock")
+    rights = sum(bits for since, bits in FILE_RIGHTS.items() if abi >= since)
+    attributes = struct.pack("=Q", rights)
+    if abi >= 4:
+        attributes += struct.pack("=Q", TCP_BIND_CONNECT)
+    if abi >= 6:
+        attributes += struct.pack("=Q", ABSTRACT_SOCKETS_AND_SIGNALS)
+    ruleset = _check(_libc.syscall(SYS_LANDLOCK_CREATE, attributes, len(attributes), 0), "Landlock ruleset")
+    for path in readable:
+        parent = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        rule = struct.pack("=Qi", READ_RIGHTS, parent)
+        _check(_libc.syscall(SYS_LANDLOCK_ADD, ruleset, 1, rule, 0), f"Landlock rule for {path}")
+        os.close(parent)
+    return ruleset, abi
+
+
+def _library_directories(paths: list[str]) -> list[str]:
+    """Where the interpreter, the given packages and the shared objects that they have loaded so far live."""
+    with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as maps:
+        mapped = {line.split(maxsplit=5)[5].rstrip("\n") for line in maps if ".so" in line}
+    directories = {os.path.dirname(name) for name in mapped} | {os.path.dirname(os.__file__), *paths}
+    return sorted(name for name in directories if os.path.isdir(name))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Layers that are set up once, in the worker
+
+
+def enter_namespaces() -> None:
+    """Leave the host's namespaces: the caller goes on as the first process of its own, a waiting parent stays behind."""
+    user, group = os.getuid(), os.getgid()
+    flags = CLONE_NEWNS | CLONE_NEWCGROUP | CLONE_NEWUTS | CLONE_NEWIPC | CLONE_NEWPID | CLONE_NEWNET
+    if user != 0:
+        flags |= CLONE_NEWUSER
+    _check(_libc.unshare(flags), "unshare")
+    if user != 0:
+        for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
+            with open(f"/proc/self/{name}", "w") as file:
+                file.write(text)
+    inner = os.fork()
+    if inner:
+        os.closerange(
+            3, 64
+        )  # the control socket above all: its end of file is how the host learns that the worker died
+        os.waitpid(inner, 0)
+        os._exit(0)
+    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def hide_files() -> None:
+    """Make an empty, read-only tmpfs the root; nothing is loaded from files after this."""
+    _check(_libc.mount(None, b"/", None, MS_REC | MS_PRIVATE, None), "mount private")
+    flags = MS_RDONLY | MS_NOSUID | MS_NODEV | MS_NOEXEC
+    _check(_libc.mount(b"tmpfs", b"/tmp", b"tmpfs", flags, b"size=4k,nr_inodes=2"), "mount tmpfs")
+    os.chdir("/tmp")
+    os.chroot(".")
+    os.chdir("/")
+
+
+def change_user(user_id: int, readable: list[str]) -> None:
+    """Become `user_id` for good, unless it could not read what this worker still has to read."""
+    if os.getuid() != 0:
+        return
+    try:
+        os.setgroups([])
+        os.setresgid(user_id, user_id, user_id)
+        os.seteuid(user_id)
+        try:
+            for path in readable:
+                os.listdir(path)
+        except OSError as error:
+            os.seteuid(0)
+            os.setresgid(0, 0, 0)
+            raise Missing(f"still root, {error.filename} cannot be read by others") from None
+        os.seteuid(0)
+        os.setresuid(user_id, user_id, user_id)
+    except OSError as error:
+        raise Missing(f"still root, {error}") from None
+
+
+def drop_capabilities() -> None:
+    """Empty every capability set; securebits and the bounding set only where there was something to lose."""
+    for capability in range(64):
+        if _libc.prctl(PR_CAPBSET_DROP, ctypes.c_ulong(capability), None, None, None) != 0:
+            break
+    _libc.prctl(PR_SET_SECUREBITS, ctypes.c_ulong(0b111_11_1111 & 0xEF), None, None, None)
+    header, none = struct.pack("=Ii", 0x20080522, 0), bytes(24)
+    _check(_libc.capset(header, none), "capset")
+
+
+def limit_resources(memory_bytes: int) -> None:
+    """What children inherit. The address space counts from what the worker itself has mapped."""
+    with open("/proc/self/statm", "rb") as statm:
+        mapped = int(statm.read().split()[0]) * resource.getpagesize()
+    limit = mapped + memory_bytes
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    for name in ("CORE", "FSIZE", "MEMLOCK", "MSGQUEUE"):
+        resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (0, 0))
+
+
+def prefer_for_oom_kill() -> None:
+    """When the machine runs out of memory, the kernel shall end a call and not the trainer."""
+    with open("/proc/self/oom_score_adj", "w") as file:
+        file.write("1000")
+
+
+class Confinement(NamedTuple):
+    """What a child installs; built once in the worker. None where a layer is missing."""
+
+    ruleset: int | None
+    ruleset_flags: int
+    child_filter: _Program | None
+    limits: bool
+
+
+def confine(settings: Settings, missing: dict[str, str]) -> Confinement:
+    """Set up the worker's own layers and build the children's; `missing` gets a reason for each that does not hold."""
+
+    def layer(name, step, *arguments):
+        if name in missing:
+            return None
+        try:
+            return step(*arguments)
+        except (Missing, OSError) as error:
+            missing[name] = str(error)
+            return None
+
+    prefer_for_oom_kill()
+    readable = _library_directories(settings.paths) if settings.libraries else []
+    ruleset, abi = layer("landlock", _ruleset, readable) or (None, 0)
+    layer("limits", limit_resources, settings.memory_bytes)
+    if not settings.libraries:
+        layer("namespaces", hide_files)
+    layer("user", change_user, settings.user_id, readable)
+    layer("capabilities", drop_capabilities)
+    layer("no_new_privs", _prctl, PR_SET_NO_NEW_PRIVS, 1)
+    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # cleared by a change of user, so not earlier
+    _prctl(PR_SET_DUMPABLE, 0)  # hides /proc/self from this process too, so not earlier
+    child_filter = None
+    machine = platform.machine()
+    if machine not in AUDIT_ARCHITECTURES:
+        missing.setdefault("seccomp", f"no table of system calls for {machine}")
+    if "seccomp" not in missing:
+        layer("seccomp", _install, _worker_filter(machine, reads_libraries=bool(readable) and ruleset is not None))
+        child_filter = _child_filter(machine)
+    if "seccomp" in missing:
+        child_filter = None
+    flags = QUIET if abi >= QUIET_FROM_ABI else 0
+    return Confinement(ruleset, flags, child_filter, limits="limits" not in missing)
+
+
+def confine_child(confinement: Confinement) -> None:
+    """The layers that part a call from the worker and from its siblings."""
+    if confinement.limits:
+        resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (CHILD_DESCRIPTORS, CHILD_DESCRIPTORS))
+    if confinement.ruleset is not None:
+        _check(_libc.syscall(SYS_LANDLOCK_RESTRICT, confinement.ruleset, confinement.ruleset_flags), "Landlock")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# One call, in its child
+
+
+class _Records(io.RawIOBase):
+    """The raw end of a text stream: each write becomes one record of the call."""
+
+    def __init__(self, letter: bytes):
+        self.letter, self.call, self.count = letter, -1, 0
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data) -> int:
+        chunk = bytes(data[: RECORD_BYTES - 1])
+        os.write(self.call, self.letter + chunk)
+        self.count += 1
+        if self.count == CHATTY_RECORDS:
+            signal.setitimer(signal.ITIMER_REAL, FLUSH_SECONDS, FLUSH_SECONDS)
+        return len(chunk)
+
+
+def _text_stream(letter: bytes) -> io.TextIOWrapper:
+    buffer = io.BufferedWriter(_Records(letter), 8192)
+    return io.TextIOWrapper(buffer, encoding="utf-8", errors="backslashreplace", newline="\n", line_buffering=True)
+
+
+# Made once: new stream objects in each child would cost it a tenth of a millisecond.
+STDOUT, STDERR = _text_stream(b"o"), _text_stream(b"e")
+
+
+def _flush(*_signal) -> None:
+    """Send what is buffered. A line costs a record of its own only up to CHATTY_RECORDS; then this runs by timer."""
+    for stream in (STDOUT, STDERR):
+        try:
+            if stream.line_buffering and stream.buffer.raw.count >= CHATTY_RECORDS:
+                stream.reconfigure(line_buffering=False)
+            stream.flush()
+        except (RuntimeError, ValueError, OSError):
+            pass  # interrupted in the middle of a write: the next tick sends it
+
+
+def _time_is_up(*_signal) -> None:
+    _flush()
+    os._exit(0)
+
+
+def _shorten(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[: most // 2]} ... {text[-most // 2 :]}"
+
+
+def describe(error: BaseException, source: str) -> str:
+    """A short traceback in the code's own line numbers; frames of libraries are left out, deep recursion is cut."""
+    lines = source.split("\n")
+    calls = [
+        (frame.f_code.co_name, number)
+        for frame, number in traceback.walk_tb(error.__traceback__)
+        if frame.f_code.co_filename == SOURCE_NAME
+    ]
+    shown = []
+    for position, (name, number) in enumerate(calls):
+        if len(calls) > TRACEBACK_CALLS and TRACEBACK_CALLS // 2 <= position < len(calls) - TRACEBACK_CALLS // 2:
+            if position == TRACEBACK_CALLS // 2:
+                shown.append(f"  ... {len(calls) - 2 * (TRACEBACK_CALLS // 2)} more calls ...")
+            continue
+        text = lines[number - 1].strip() if number and number <= len(lines) else ""
+        shown.append(f"  line {number}, in {name}\n    {_shorten(text, 200)}")
+    heading = ["Traceback (most recent call last):"] if shown else []
+    message = "".join(traceback.format_exception_only(type(error), error)).rstrip("\n")
+    message = message.replace(f'  File "{SOURCE_NAME}", line ', "  line ")
+    return "\n".join([*heading, *shown, _shorten(message, MESSAGE_CHARS)])
+
+
+def execute(source: str, namespace: dict) -> tuple[bytes, str]:
+    """Run the code as a notebook cell: (letter of the last record, its text)."""
+    try:
+        tree = compile(source, SOURCE_NAME, "exec", PyCF_ONLY_AST, dont_inherit=True)
+        last = [tree.body.pop()] if tree.body and isinstance(tree.body[-1], Expr) else []
+        body = compile(tree, SOURCE_NAME, "exec", dont_inherit=True)
+        shown = compile(Interactive(last), SOURCE_NAME, "single", dont_inherit=True)
+        exec(body, namespace)
+        exec(shown, namespace)
+    except SystemExit as error:
+        if error.code not in (None, 0):
+            return b"E", f"SystemExit: {_shorten(str(error.code), MESSAGE_CHARS)}"
+    except MemoryError as error:
+        namespace.clear()  # what the code holds may leave no memory to say so
+        return b"M", describe(error, source)
+    except BaseException as error:
+        return b"E", describe(error, source)
+    return b"D", ""
+
+
+def run_call(call: int, namespace: dict) -> None:
+    """Read the source from `call`, run it, send the records. The process ends behind this."""
+    source = os.read(call, SOURCE_BYTES)
+    if not source:
+        return  # the host has no use for this child any more
+    STDOUT.buffer.raw.call = STDERR.buffer.raw.call = call
+    try:
+        letter, text = execute(source.decode("utf-8", "surrogatepass"), namespace)
+    except MemoryError:
+        letter, text = b"M", "MemoryError"
+    except BaseException as error:  # the description itself failed, in an exception's own methods for example
+        letter, text = b"E", type(error).__name__
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    _flush()
+    os.write(call, letter + text.encode("utf-8", "backslashreplace")[: RECORD_BYTES - 1])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The worker
+
+
+def preload(settings: Settings) -> None:
+    """Import everything that calls may need, and warm up what is slow when used for the first time."""
+    sys.path.extend(settings.paths)
+    for name in (*settings.modules, *LATE_MODULES, *settings.libraries):
+        try:
+            importlib.import_module(name)
+        except ImportError:
+            pass  # not there, or not on this Python: the code that imports it is told so
+    for name in LATE_CODECS:
+        codecs.lookup(name)
+    if not settings.libraries:
+        sys.path.clear()  # nothing there can be opened later; the import machinery shall not try
+    builtins.exit = builtins.quit = sys.exit
+    if hasattr(sys, "set_int_max_str_digits"):
+        sys.set_int_max_str_digits(0)  # number theory prints long integers; the clock bounds what that costs
+    sys.stdin, sys.stdout, sys.stderr = None, STDOUT, STDERR
+    execute("def f(x):\n    return x\nf(1)\nf(1) == 2 and f'{1}'\n'' if f(0) else None", {})
+
+
+def random_states() -> list:
+    """Every generator that libraries hold, so that a child can seed it anew; `random` itself does so on its own."""
+    return [state for state in gc.get_objects() if isinstance(state, random.Random)]
+
+
+def seed(states: list) -> None:
+    for state in states:
+        state.seed()
+    if "numpy.random" in sys.modules:
+        sys.modules["numpy.random"].seed()
+
+
+class Worker:
+    """The loop that forks, kills and reaps; it is never blocked by a call and never looks into one."""
+
+    def __init__(self, control: socket.socket):
+        self.control = control
+        self.main_module = sys.modules["__main__"] = types.ModuleType(
+            "__main__"
+        )  # dataclasses and typing look names up there
+        self.states = random_states()
+        self.calls: dict[int, tuple[socket.socket, int]] = (
+            {}
+        )  # by descriptor: the worker's copy of it, the child's process id
+        self.descriptors: dict[int, int] = {}  # by process id
+        self.epoll = select.epoll()
+        self.wake, wake_writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        signal.set_wakeup_fd(wake_writer, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)  # what matters is the byte on the pipe
+        signal.signal(signal.SIGALRM, _flush)
+        signal.signal(signal.SIGUSR1, _time_is_up)
+        self.epoll.register(control, select.EPOLLIN)
+        self.epoll.register(self.wake, select.EPOLLIN)
+
+    def serve(self, confinement: Confinement) -> None:
+        """Until the host closes the control socket or dies."""
+        self.confinement = confinement
+        while True:
+            events = dict(self.epoll.poll())
+            forks, ended = events.pop(self.control.fileno(), 0), events.pop(self.wake, 0)
+            for descriptor, event in events.items():  # before a number can be used again by what follows
+                self.host_moved(descriptor, event)
+            if ended:
+                os.read(self.wake, 4096)
+                self.reap()
+            if forks:
+                request, descriptors, _, _ = socket.recv_fds(self.control, 16, 1)
+                if not request:
+                    break
+                for descriptor in descriptors:
+                    self.fork(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET, 0, descriptor))
+        for descriptor in self.calls:
+            self.signal(descriptor, signal.SIGKILL)
+
+    def fork(self, call: socket.socket) -> None:
+        process = os.fork()
+        if process == 0:
+            try:
+                self.become_child(call.fileno())
+                run_call(call.fileno(), self.main_module.__dict__)
+                os._exit(0)
+            finally:
+                os._exit(SETUP_FAILED)
+        self.calls[call.fileno()] = call, process
+        self.descriptors[process] = call.fileno()
+        self.epoll.register(call, select.EPOLLRDHUP)
+
+    def become_child(self, call: int) -> None:
+        os.setpgid(0, 0)
+        _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # the event loop and the trainer come first
+        seed(self.states)
+        confine_child(self.confinement)
+        highest = max([call, self.control.fileno(), self.wake, self.epoll.fileno(), *self.calls])
+        os.closerange(0, call)
+        os.closerange(call + 1, highest + 4)  # the wake pipe's other end and the ruleset lie between these
+        if self.confinement.child_filter is not None:
+            _install(self.confinement.child_filter)
+
+    def host_moved(self, descriptor: int, event: int) -> None:
+        """The host closed a call (or died), or has shut its sending side to say that the time is up."""
+        if event & select.EPOLLHUP:
+            self.epoll.unregister(descriptor)
+            self.signal(descriptor, signal.SIGKILL)
+        else:
+            self.epoll.modify(descriptor, 0)
+            self.signal(descriptor, signal.SIGUSR1)
+
+    def signal(self, descriptor: int, number: int) -> None:
+        process = self.calls[descriptor][1]
+        try:
+            os.killpg(process, number)
+        except ProcessLookupError:
+            os.kill(process, number)  # its group does not exist yet
+
+    def reap(self) -> None:
+        """Collect ended children, end what is left of their groups, and tell the host how they ended."""
+        while True:
+            try:
+                ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            except ChildProcessError:
+                return
+            if ended is None:
+                return
+            try:
+                os.killpg(ended.si_pid, signal.SIGKILL)  # the number is not free for others before the wait below
+            except ProcessLookupError:
+                pass
+            _, status = os.waitpid(ended.si_pid, 0)
+            descriptor = self.descriptors.pop(ended.si_pid, None)
+            if descriptor is None:
+                continue  # an orphan that came to the first process of the namespace
+            call, _ = self.calls.pop(descriptor)
+            try:
+                self.epoll.unregister(descriptor)
+            except OSError:
+                pass  # the host had closed it
+            try:
+                call.send(b"X%d" % os.waitstatus_to_exitcode(status), socket.MSG_DONTWAIT)
+            except OSError:
+                pass  # the host has its answer, or is not reading
+            call.close()
+
+
+def main() -> None:
+    control = socket.socket(fileno=int(sys.argv.pop()))
+    settings = Settings(**json.loads(control.recv(SOURCE_BYTES)))
+    try:
+        missing = {name: "switched off" for name in settings.disabled}
+        if "namespaces" not in missing:
+            try:
+                enter_namespaces()
+            except (Missing, OSError) as error:
+                missing["namespaces"] = str(error)
+        preload(settings)
+        worker = Worker(control)
+        confinement = confine(settings, missing)
+    except BaseException:
+        control.send(json.dumps({"failure": traceback.format_exc()[-4000:]}).encode())
+        raise
+    control.send(json.dumps({"missing": missing}).encode())
+    gc.collect()
+    gc.freeze()  # a collection in a child shall not write to every page it shares with the worker
+    worker.serve(confinement)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
