@@ -13,15 +13,15 @@ end of the control socket.
     host closes the call ---------------------> worker   the child's process group is killed
     host closes control, or dies -------------> worker   everything is killed, the worker ends
 
-Records of a child: ``o`` output and ``e`` errors as they come, then one of ``D`` (ended well), ``E`` + text (ended with
-an exception) and ``M`` + text (ran out of memory).
+Records of a child: ``o`` output and ``e`` errors as they come, then one of ``D`` (ended well), ``E`` + text (ended
+with an exception) and ``M`` + text (ran out of memory).
 
-Invariants. A child is confined before it reads a byte of its source, so whatever runs there runs under every layer. The
-source goes from the host to that child alone: the worker's memory, which later children inherit, never holds it. A
+Invariants. A child is confined before it reads a byte of its source, so whatever runs there runs under every layer.
+The source goes from the host to that child alone: the worker's memory, which later children inherit, never holds it. A
 child holds one descriptor, its own call. The worker has one thread and runs nothing that came from a call.
 
-Layers, in the order they are set up. W: once in the worker. C: in every child, where the layer also parts the child from
-the worker and from its siblings; what it needs is built once in the worker.
+Layers, in the order they are set up. W: once in the worker. C: in every child, where the layer also parts the child
+from the worker and from its siblings; what it needs is built once in the worker.
     namespaces    W  pid, net, ipc, uts, cgroup, mount (and user, if the host is not root); the root is an empty tmpfs
     user          W  a user id of this worker's own, if the host is root
     capabilities  W  none, in any set; securebits locked
@@ -135,41 +135,41 @@ def _prctl(option: int, argument=0, pointer=None) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 # seccomp: which system calls exist for the worker and for a child
 
-# name: number on x86_64, number on aarch64 (None: no such call there)
-CALLS = {
+# Name: number on x86_64, number on aarch64 (None: no such call there).
+CHILD_CALLS = {
     "read": (0, 63), "write": (1, 64), "close": (3, 57), "fstat": (5, 80), "lseek": (8, 62), "poll": (7, None),
     "mmap": (9, 222), "mprotect": (10, 226), "munmap": (11, 215), "brk": (12, 214), "mremap": (25, 216),
     "madvise": (28, 233), "rt_sigaction": (13, 134), "rt_sigprocmask": (14, 135), "rt_sigreturn": (15, 139),
-    "sigaltstack": (131, 132), "select": (23, None), "pselect6": (270, 72), "ppoll": (271, 73), "sched_yield": (24, 124),
-    "nanosleep": (35, 101), "clock_nanosleep": (230, 115), "clock_gettime": (228, 113), "clock_getres": (229, 114),
-    "gettimeofday": (96, 169), "time": (201, None), "times": (100, 153), "getrusage": (98, 165), "setitimer": (38, 103),
-    "getitimer": (36, 102), "getpid": (39, 172), "gettid": (186, 178), "getppid": (110, 173), "getuid": (102, 174),
-    "geteuid": (107, 175), "getgid": (104, 176), "getegid": (108, 177), "sendto": (44, 206), "recvfrom": (45, 207),
-    "exit": (60, 93), "exit_group": (231, 94), "futex": (202, 98), "set_robust_list": (273, 99), "rseq": (334, 293),
-    "restart_syscall": (219, 128), "getrandom": (318, 278), "uname": (63, 160), "sched_getaffinity": (204, 123),
-    # the worker alone
-    "clone": (56, 220), "fork": (57, None), "wait4": (61, 260), "waitid": (247, 95), "kill": (62, 129), "prctl": (157, 167),
-    "setpgid": (109, 154), "sched_setscheduler": (144, 119), "prlimit64": (302, 261), "recvmsg": (47, 212),
-    "epoll_ctl": (233, 21), "epoll_wait": (232, None), "epoll_pwait": (281, 22), "close_range": (436, 436),
-    "landlock_restrict_self": (446, 446),
-    # a worker that brings libraries along, under Landlock
-    "open": (2, None), "openat": (257, 56), "stat": (4, None), "lstat": (6, None), "newfstatat": (262, 79),
-    "statx": (332, 291), "readlink": (89, None), "readlinkat": (267, 78), "getdents64": (217, 61), "pread64": (17, 67),
-    "access": (21, None), "faccessat": (269, 48), "faccessat2": (439, 439), "getcwd": (79, 17), "ioctl": (16, 29),
-    "fcntl": (72, 25),
-    # answered with "no such call", so that the C library falls back
-    "clone3": (435, 435),
+    "sigaltstack": (131, 132), "select": (23, None), "pselect6": (270, 72), "ppoll": (271, 73),
+    "sched_yield": (24, 124), "nanosleep": (35, 101), "clock_nanosleep": (230, 115), "clock_gettime": (228, 113),
+    "clock_getres": (229, 114), "gettimeofday": (96, 169), "time": (201, None), "times": (100, 153),
+    "getrusage": (98, 165), "setitimer": (38, 103), "getitimer": (36, 102), "getpid": (39, 172), "gettid": (186, 178),
+    "getppid": (110, 173), "getuid": (102, 174), "geteuid": (107, 175), "getgid": (104, 176), "getegid": (108, 177),
+    "sendto": (44, 206), "recvfrom": (45, 207), "exit": (60, 93), "exit_group": (231, 94), "futex": (202, 98),
+    "set_robust_list": (273, 99), "rseq": (334, 293), "restart_syscall": (219, 128), "getrandom": (318, 278),
+    "uname": (63, 160), "sched_getaffinity": (204, 123),
 }  # fmt: skip
-CHILD_CALLS = frozenset(list(CALLS)[: list(CALLS).index("clone")])
-WORKER_ONLY_CALLS = frozenset(list(CALLS)[list(CALLS).index("clone") : list(CALLS).index("open")])
-PATH_CALLS = frozenset(list(CALLS)[list(CALLS).index("open") : list(CALLS).index("clone3")])
+WORKER_CALLS = {
+    "clone": (56, 220), "fork": (57, None), "wait4": (61, 260), "waitid": (247, 95), "kill": (62, 129),
+    "prctl": (157, 167), "setpgid": (109, 154), "sched_setscheduler": (144, 119), "prlimit64": (302, 261),
+    "recvmsg": (47, 212), "epoll_ctl": (233, 21), "epoll_wait": (232, None), "epoll_pwait": (281, 22),
+    "close_range": (436, 436), "landlock_restrict_self": (446, 446),
+}  # fmt: skip
+LIBRARY_CALLS = {  # for late imports, where Landlock says of what
+    "open": (2, None), "openat": (257, 56), "stat": (4, None), "lstat": (6, None), "newfstatat": (262, 79),
+    "statx": (332, 291), "readlink": (89, None), "readlinkat": (267, 78), "getdents64": (217, 61), "getcwd": (79, 17),
+    "access": (21, None), "faccessat": (269, 48), "faccessat2": (439, 439), "pread64": (17, 67), "ioctl": (16, 29),
+    "fcntl": (72, 25),
+}  # fmt: skip
+CLONE3 = {"clone3": (435, 435)}  # takes its flags where no filter can look; the C library falls back if it is missing
 
 WRITING = (
     os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND | 0o20000000
 )  # the last is O_TMPFILE's own bit
 PROT_EXEC = 4
-# call: (number of the argument, bits that must not be set in it)
-FORBIDDEN_BITS = {"mmap": (2, PROT_EXEC), "mprotect": (2, PROT_EXEC), "open": (1, WRITING), "openat": (2, WRITING)}
+# Call: (number of an argument, bits that must not be set in it).
+NO_NATIVE_CODE = {"mmap": (2, PROT_EXEC), "mprotect": (2, PROT_EXEC)}
+NO_WRITING = {"open": (1, WRITING), "openat": (2, WRITING)}
 
 AUDIT_ARCHITECTURES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}  # audit number, column in CALLS
 X32_BIT = 0x40000000
@@ -182,43 +182,38 @@ class _Program(ctypes.Structure):
     _fields_ = [("length", ctypes.c_ushort), ("code", ctypes.c_char_p)]
 
 
-def _filter(machine: str, allowed, forbidden_bits, denied, otherwise: int) -> _Program:
-    """A filter: `allowed` pass (unless an argument has forbidden bits), `denied` fail, the rest gets `otherwise`.
+def _filter(machine: str, rules: list[tuple[dict, int]], forbidden_bits: dict, otherwise: int) -> _Program:
+    """A filter that gives the calls of each table in `rules` the result beside it, and all others `otherwise`.
 
     Calls through another architecture's entry (32-bit int 0x80, x32) have other numbers, so they kill the process.
     """
     architecture, column = AUDIT_ARCHITECTURES[machine]
     code = [(LOAD, 0, 0, 4), (JUMP_EQUAL, 1, 0, architecture), (RETURN, 0, 0, RET_KILL), (LOAD, 0, 0, 0)]
     code += [(JUMP_AT_LEAST, 0, 1, X32_BIT), (RETURN, 0, 0, RET_KILL)]
-    for name, numbers in CALLS.items():
-        number = numbers[column]
-        if number is None:
-            continue
-        if name in denied:
-            code += [(JUMP_EQUAL, 0, 1, number), (RETURN, 0, 0, RET_ERRNO | EPERM)]
-        elif name in allowed and name in forbidden_bits:
-            argument, bits = forbidden_bits[name]
-            code += [(JUMP_EQUAL, 0, 4, number), (LOAD, 0, 0, 16 + 8 * argument), (JUMP_BITS, 0, 1, bits)]
-            code += [(RETURN, 0, 0, RET_ERRNO | EPERM), (RETURN, 0, 0, RET_ALLOW)]
-        elif name in allowed:
-            code += [(JUMP_EQUAL, 0, 1, number), (RETURN, 0, 0, RET_ALLOW)]
-        elif name == "clone3":
-            code += [(JUMP_EQUAL, 0, 1, number), (RETURN, 0, 0, RET_ERRNO | ENOSYS)]
+    for calls, result in rules:
+        for name, numbers in calls.items():
+            number = numbers[column]
+            if number is not None and name in forbidden_bits:
+                argument, bits = forbidden_bits[name]
+                code += [(JUMP_EQUAL, 0, 4, number), (LOAD, 0, 0, 16 + 8 * argument), (JUMP_BITS, 0, 1, bits)]
+                code += [(RETURN, 0, 0, RET_ERRNO | EPERM), (RETURN, 0, 0, result)]
+            elif number is not None:
+                code += [(JUMP_EQUAL, 0, 1, number), (RETURN, 0, 0, result)]
     code.append((RETURN, 0, 0, otherwise))
     return _Program(len(code), b"".join(struct.pack("=HBBI", *instruction) for instruction in code))
 
 
 def _worker_filter(machine: str, reads_libraries: bool) -> _Program:
-    allowed = CHILD_CALLS | WORKER_ONLY_CALLS
-    bits = dict(FORBIDDEN_BITS)
+    rules = [(CHILD_CALLS, RET_ALLOW), (WORKER_CALLS, RET_ALLOW), (CLONE3, RET_ERRNO | ENOSYS)]
+    bits = NO_NATIVE_CODE | NO_WRITING
     if reads_libraries:
-        allowed |= PATH_CALLS
-        del bits["mmap"], bits["mprotect"]  # libraries are loaded late here
-    return _filter(machine, allowed, bits, denied=(), otherwise=RET_ERRNO | EPERM)
+        rules.append((LIBRARY_CALLS, RET_ALLOW))
+        bits = NO_WRITING
+    return _filter(machine, rules, bits, otherwise=RET_ERRNO | EPERM)
 
 
 def _child_filter(machine: str) -> _Program:
-    return _filter(machine, allowed=(), forbidden_bits={}, denied=WORKER_ONLY_CALLS, otherwise=RET_ALLOW)
+    return _filter(machine, [(WORKER_CALLS, RET_ERRNO | EPERM)], {}, otherwise=RET_ALLOW)
 
 
 def _install(program: _Program) -> None:
@@ -266,7 +261,7 @@ def _library_directories(paths: list[str]) -> list[str]:
 
 
 def enter_namespaces() -> None:
-    """Leave the host's namespaces: the caller goes on as the first process of its own, a waiting parent stays behind."""
+    """Leave the host's namespaces: the caller goes on as first process of its own, a waiting parent stays behind."""
     user, group = os.getuid(), os.getgid()
     flags = CLONE_NEWNS | CLONE_NEWCGROUP | CLONE_NEWUTS | CLONE_NEWIPC | CLONE_NEWPID | CLONE_NEWNET
     if user != 0:

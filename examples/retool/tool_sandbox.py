@@ -10,18 +10,18 @@
 
 Contract. Whatever the model's code does is an observation: a text (``ToolOutput``) that says what was printed or went
 wrong. Whatever the machinery does wrong is a ``SandboxError``, never an observation, since a model must not be trained
-on it. Cancelling the task that awaits a call ends the call at once. Nothing starts at import; workers start at the first
-call, are shared by all loops and threads of the process, and end with it, even if it is killed.
+on it. Cancelling the task that awaits a call ends the call at once. Nothing starts at import; workers start at the
+first call, are shared by all loops and threads of the process, and end with it, even if it is killed.
 
 Invariants. The limit on concurrent calls is taken in ``ToolRegistry.execute_tool`` and nowhere else. No byte from the
 jail is trusted: a record is text to show or one of a few letters, and what a call may send, hold and last is bounded
 here. The host waits for no process while a loop runs: a call is one socket, and closing it is what kills its child.
 
 Why this way. A fork from a warm worker costs a millisecond where an interpreter costs forty; children forked ahead of
-their calls take even that out of the latency, and get their source from the host alone, so that no buffer of the worker
-can keep it. Landlock and seccomp are some hundred lines over prctl and syscall: the packages for them (pyseccomp over
-libseccomp, landlock, sandlock) bring a shared library that trainer images lack, build their filters in each child, which
-halves the rate, or start an interpreter per call (66 calls a second where this gives a thousand).
+their calls take even that out of the latency, and get their source from the host alone, so that no buffer of the
+worker can keep it. Landlock and seccomp are some hundred lines over prctl and syscall: the packages for them
+(pyseccomp over libseccomp, landlock, sandlock) bring a shared library that trainer images lack, build their filters in
+each child, which halves the rate, or start an interpreter per call (66 calls a second where this gives a thousand).
 """
 
 import ast
@@ -154,10 +154,11 @@ SEMAPHORE = _ProcessSemaphore(TOOL_CONFIGS["tool_concurrency"])
 
 MAX_CODE_CHARS = 50_000
 # Mathematics and what goes with it. None of these gives files, processes or the interpreter away by a public name that
-# is not refused below. Left out: sys, os, io (opens files), types (builds code objects), inspect, gc, pickle, threading.
+# is not refused below. Left out: sys, os, io (opens files), types (builds code), inspect, gc, pickle, threading.
 DEFAULT_MODULES = frozenset(
     "__future__ abc array bisect calendar cmath collections contextlib copy dataclasses datetime decimal enum fractions"
-    " functools heapq itertools json math numbers operator pprint random re statistics string textwrap time typing".split()
+    " functools heapq itertools json math numbers operator pprint random re statistics string textwrap time"
+    " typing".split()
 )
 FORBIDDEN_NAMES = frozenset(
     "eval exec open compile input globals vars locals breakpoint help __import__ __builtins__ __loader__ __spec__"
@@ -255,6 +256,12 @@ def _module_members(module: str) -> dict[str, str]:
     return {name: member.__name__ for name, member in members.items() if isinstance(member, ModuleType)}
 
 
+def _member_module(module: str, attribute: str) -> str | None:
+    """The module that `module.attribute` is, if it is one."""
+    submodule = f"{module}.{attribute}"
+    return _module_members(module).get(attribute) or (submodule if submodule in sys.modules else None)
+
+
 class _PolicyCheck:
     """One pass over a tree; raises `_Refused`. Names bound to modules are followed through imports and assignments."""
 
@@ -263,7 +270,10 @@ class _PolicyCheck:
         self.modules: dict[str, set[str]] = {}  # names: the modules they may stand for
         self.attribute_functions = {name: name for name in ATTRIBUTE_FUNCTIONS}
         self.accepted: set[int] = set()  # ids of function nodes whose call was looked at
-        self.module_uses: list[tuple[ast.expr, str]] = []  # attribute accesses, checked when all imports are known
+        # Checked when all imports are known: assignments of names and attributes to names, and attribute accesses.
+        self.assignments: list[tuple[list[str], ast.expr]] = []
+        self.module_uses: list[tuple[ast.expr, str]] = []
+        self.resolved: dict[int, set[str]] = {}  # by id of an attribute node
         self.dynamic_format = False
         self.suspicious_text = ""
 
@@ -275,7 +285,10 @@ class _PolicyCheck:
                     check(self, node)
                 except _Refused as refused:
                     raise _Refused(f"line {getattr(node, 'lineno', '?')}: {refused}") from None
-        for base, attribute in self.module_uses:
+        for names, value in self.assignments:
+            for name in names:
+                self.modules.setdefault(name, set()).update(self.resolve(value))
+        for base, attribute in reversed(self.module_uses):  # inner attributes first, so that each is resolved once
             for module in self.resolve(base):
                 self.check_member(module, attribute)
         if self.dynamic_format and self.suspicious_text:
@@ -318,26 +331,25 @@ class _PolicyCheck:
     def resolve(self, node: ast.expr) -> set[str]:
         """The modules that an expression of names and dots may stand for."""
         path = []
-        while isinstance(node, ast.Attribute):
-            path.append(node.attr)
+        while isinstance(node, ast.Attribute) and id(node) not in self.resolved:
+            path.append(node)
             node = node.value
-        modules = self.modules.get(node.id, set()) if isinstance(node, ast.Name) else set()
+        if isinstance(node, ast.Attribute):
+            modules = self.resolved[id(node)]
+        else:
+            modules = self.modules.get(node.id, set()) if isinstance(node, ast.Name) else set()
         for attribute in reversed(path):
-            modules = {
-                _module_members(module).get(attribute, f"{module}.{attribute}")
-                for module in modules
-                if attribute in _module_members(module) or f"{module}.{attribute}" in sys.modules
-            }
+            modules = {member for module in modules if (member := _member_module(module, attribute.attr))}
+            self.resolved[id(attribute)] = modules
         return modules
 
     def check_assign(self, node: ast.Assign | ast.NamedExpr | ast.AnnAssign) -> None:
         targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        names = [target.id for target in targets if isinstance(target, ast.Name)]
+        if names and isinstance(node.value, (ast.Name, ast.Attribute)):
+            self.assignments.append((names, node.value))
         if isinstance(node, ast.AnnAssign):
             self.check_annotation(node.annotation)
-        modules = self.resolve(node.value) if isinstance(node.value, (ast.Name, ast.Attribute)) else None
-        for target in targets if modules else ():
-            if isinstance(target, ast.Name):
-                self.modules.setdefault(target.id, set()).update(modules)
 
     # Names and attributes
 
