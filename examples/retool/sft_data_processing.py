@@ -1,0 +1,337 @@
+#!/usr/bin/env python3
+"""Turn the ReTool cold-start data into a parquet file for vime's SFT rollout (`vime.rollout.sft_rollout`).
+
+    row {"messages": [user, assistant]}  ->  Blocks of the assistant text  ->  {"messages", "tools"}
+
+The published rows write code and its output inline, in one assistant text. In the default dialect `tool_call` each row
+becomes the conversation that RL will have: the system text and tools of `tool_sandbox`, the bare question, one assistant
+message per tool call in the form Qwen's chat template gives it, one tool message per output, and a last assistant
+message that ends in `Answer: \\boxed{...}`. Tool output is then never trained on, and the token ids are those that
+`generate_with_retool.generate` builds (with vime's loss mask type `qwen`). Dialect `code` keeps the published text, in
+which the interpreter's words are trained on like the model's.
+
+Invariant: what a row says is kept, to the character inside code and output; only layout between the blocks changes (and
+words between a code block and its output move behind the output, because in RL nothing follows a call). A row for which
+that cannot be done is reported with its place and reason. More than one bad row in a hundred: nothing is written.
+"""
+
+import argparse
+import json
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from data_io import BadRows, DataError, RowError, atomic_output, find_data_files, read_rows, readable, run_script
+from tool_sandbox import SYSTEM_PROMPT, tool_registry
+
+DIALECTS = ("tool_call", "code")
+DEFAULT_TOKENIZER = "/root/Qwen/Qwen3-4B-Instruct-2507"
+PERCENTILES = (50, 90, 99, 100)
+# One field of plain text per message: parquet would give every message every field of a richer struct, as nulls.
+SCHEMA = pa.schema(
+    [
+        ("messages", pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))),
+        ("tools", pa.string()),
+    ]
+)
+
+QUESTION_MARKER = re.compile(r"\*user question:\*", re.IGNORECASE)
+FORMAT_REQUEST = re.compile(
+    r"\A\s*Answer the following math problem and put the answer in the format of \\boxed\{answer\}", re.IGNORECASE
+)
+FORMAT_REMINDER = re.compile(r"Remember to place the final answer in the last part using the format:.*\Z", re.DOTALL)
+
+BLOCK_TAG = re.compile(r"<(/?)(code|interpreter|answer)>|^[ \t]*```(?i:python|py)[ \t]*\n", re.MULTILINE)
+FENCE_OPEN = re.compile(r"\s*```\w*[ \t]*\n")
+FENCE_CLOSE_IN_CODE = re.compile(r"\n?[ \t]*```\s*</code>")
+FENCE_CLOSE = re.compile(r"\n?^[ \t]*```[ \t]*$", re.MULTILINE)
+FENCE_LINE = re.compile(r"^[ \t]*```", re.MULTILINE)
+THINK_TAG = re.compile(r"</?think>")
+# Inside a message each of these would end a turn, open a call or hide text from the model.
+CONTROL_TEXT = re.compile(r"<\|\w+\|>|</?(?:tool_call|tool_response|tools|think)>")
+ANSWER_LINE = re.compile(r"Answer:[^\n]*\\boxed\{", re.IGNORECASE)
+BOX_OPEN = re.compile(r"\\boxed\s*\{")
+BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
+
+
+class Block(NamedTuple):
+    """A piece of an assistant text; `code` and `result` keep their whitespace exactly."""
+
+    kind: Literal["text", "code", "result", "answer"]
+    content: str
+
+
+def convert(row: dict, dialect: str = "tool_call") -> dict:
+    """Convert one row of ReTool-SFT; pure, and without network.
+
+    Args:
+        row: {"messages": [{"role": "user", "content"}, {"role": "assistant", "content"}]}
+        dialect: "tool_call" or "code", see the module's docstring.
+
+    Returns:
+        {"messages": [{"role", "content"}, ...], "tools": JSON text of the list of tool specs}
+
+    Raises:
+        RowError: the row cannot be converted; the message is the reason.
+    """
+    user, assistant = _user_and_assistant(row)
+    blocks = list(split_blocks(assistant))
+    conversation = _conversation(question_of(user), blocks)
+    if dialect == "code":
+        messages = [_message("user", user), _message("assistant", assistant)]
+        return {"messages": messages, "tools": "[]"}
+    return {"messages": conversation, "tools": json.dumps(tool_registry.get_tool_specs(), ensure_ascii=False)}
+
+
+def _user_and_assistant(row: dict) -> tuple[str, str]:
+    messages = row.get("messages")
+    if not messages:
+        raise RowError("empty conversation")
+    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+        raise RowError("messages is not a list of objects")
+    roles = [message.get("role") for message in messages]
+    for role in roles:
+        if role not in ("system", "user", "assistant", "tool"):
+            raise RowError(f"unknown role {role!r}")
+    if roles != ["user", "assistant"]:
+        raise RowError(f"expected one user and one assistant message, found {', '.join(roles)}")
+    texts = [message.get("content") for message in messages]
+    for role, text in zip(roles, texts, strict=True):
+        if not isinstance(text, str) or not text.strip():
+            raise RowError(f"the {role} message has no text")
+    return texts[0], texts[1]
+
+
+def question_of(user: str) -> str:
+    """The question alone: without the preamble and the reminders that ask for the published answer format."""
+    marker = QUESTION_MARKER.search(user)
+    question = user[marker.end() :] if marker else user
+    question = FORMAT_REMINDER.sub("", FORMAT_REQUEST.sub("", question)).strip()
+    if BLOCK_TAG.search(question):
+        raise RowError("the question holds a block tag (is its preamble without '*user question:*'?)")
+    if not question:
+        raise RowError("the question is empty")
+    return question
+
+
+def split_blocks(text: str) -> Iterator[Block]:
+    """Split an assistant text into its blocks, in order.
+
+    A ```python fence outside <code> is a code block too, as it is in RL.
+
+    Raises:
+        RowError: a block is not closed, not opened or empty.
+    """
+    start = 0
+    while tag := BLOCK_TAG.search(text, start):
+        if tag.start() > start:
+            yield Block("text", text[start : tag.start()])
+        if tag[1]:
+            raise RowError(f"{tag[0]} closes no block")
+        block, start = _read_block(text, tag)
+        if not block.content.strip() and block.kind != "result":  # a program may well print nothing
+            raise RowError(f"empty {block.kind} block")
+        yield block
+    if start < len(text):
+        yield Block("text", text[start:])
+
+
+def _read_block(text: str, tag: re.Match) -> tuple[Block, int]:
+    """The block that `tag` opens, and where the text goes on behind it."""
+    name = tag[2]
+    if name is None:
+        close = FENCE_CLOSE.search(text, tag.end())
+        if close is None:
+            raise RowError("unclosed ```python block")
+        return Block("code", text[tag.end() : close.start()]), close.end()
+    if name == "code" and (fence := FENCE_OPEN.match(text, tag.end())):
+        # Code may hold fences and even "</code>" in its strings: only both together close it.
+        close = FENCE_CLOSE_IN_CODE.search(text, fence.end() - 1)
+        if close is None:
+            raise RowError("unclosed <code> block")
+        return Block("code", text[fence.end() : close.start()]), close.end()
+    end = text.find(f"</{name}>", tag.end())
+    if end < 0:
+        raise RowError(f"unclosed <{name}> block")
+    content = text[tag.end() : end].removeprefix("\n").removesuffix("\n")
+    if name == "code" and FENCE_LINE.search(content):
+        raise RowError("a code block with text beside its fence")
+    kind = {"code": "code", "interpreter": "result", "answer": "answer"}[name]
+    return Block(kind, content), end + len(f"</{name}>")
+
+
+def _conversation(question: str, blocks: list[Block]) -> list[dict]:
+    messages = [_message("system", SYSTEM_PROMPT), _message("user", question)]
+    text, answer, open_call = "", None, False
+    for kind, content in blocks:
+        if kind == "text":
+            text += THINK_TAG.sub("", content)  # the model is not a thinking one, and templates cut this text out
+        elif kind == "answer":
+            if answer is not None:
+                raise RowError("more than one answer block")
+            answer = content
+        elif answer is not None or ANSWER_LINE.search(text):
+            raise RowError("an answer stands before a code or interpreter block")  # RL would end there
+        elif kind == "code":
+            if open_call:
+                raise RowError("a code block without an interpreter block")
+            messages.append(_message("assistant", "\n".join(filter(None, [_trim(text), tool_call_text(content)]))))
+            text, open_call = "", True
+        else:
+            if not open_call:
+                raise RowError("an interpreter block without a code block")
+            messages.append(_message("tool", content))
+            open_call = False
+    if open_call:
+        raise RowError("a code block without an interpreter block")
+    messages.append(_message("assistant", final_text(_trim(text), answer)))
+    for message in messages[1:]:
+        _refuse_control_text(message)
+    return messages
+
+
+def _message(role: str, content: str) -> dict:
+    return {"role": role, "content": content}
+
+
+def _trim(text: str) -> str:
+    """Take off the empty lines with which the layout sets a block apart."""
+    return re.sub(r"\A(?:[ \t]*\n)+", "", text).rstrip()
+
+
+def tool_call_text(code: str) -> str:
+    """A call of the interpreter, written as Qwen's chat template writes an entry of `tool_calls`."""
+    call = {"name": "code_interpreter", "arguments": {"code": code}}
+    return f"<tool_call>\n{json.dumps(call, ensure_ascii=False)}\n</tool_call>"
+
+
+def _refuse_control_text(message: dict) -> None:
+    content = message["content"]
+    if message["role"] == "assistant":
+        content = re.sub(r"(?:\A|\n)<tool_call>\n(.*)\n</tool_call>\Z", r"\1", content)
+    if found := CONTROL_TEXT.search(content):
+        raise RowError(f"the text holds {found[0]}, which controls the chat format")
+
+
+def final_text(text: str, answer: str | None) -> str:
+    """The last assistant message: the words, then the line `Answer: \\boxed{...}`.
+
+    Args:
+        text: the words behind the last output.
+        answer: what stands in the <answer> block, None if there is none.
+    """
+    source = text if answer is None else answer
+    found = boxes(source)
+    if not found:
+        raise RowError("no final answer in a box")
+    if answer is not None and len(set(found)) > 1:
+        raise RowError("more than one box in the answer")
+    line = f"Answer: \\boxed{{{found[-1]}}}"
+    explained = "" if answer is None or _is_box_alone(answer) else _trim(answer)
+    body = "\n\n".join(filter(None, [text, explained]))
+    if body.splitlines()[-1:] == [line]:
+        return body
+    return "\n\n".join(filter(None, [body, line]))
+
+
+def _is_box_alone(answer: str) -> bool:
+    return (
+        re.fullmatch(r"\$*\\boxed\s*\{.*\}\$*\.?", answer.strip(), re.DOTALL) is not None and len(boxes(answer)) == 1
+    )
+
+
+def boxes(text: str) -> list[str]:
+    """The contents of all complete, non-empty \\boxed{...} in the text, braces balanced, in order."""
+    found = []
+    for opening in BOX_OPEN.finditer(text):
+        depth = 1
+        for brace in BRACE.finditer(text, opening.end()):
+            depth += {"{": 1, "}": -1}.get(brace[0], 0)
+            if depth == 0:
+                found.append(text[opening.end() : brace.start()].strip())
+                break
+    return [content for content in found if content]
+
+
+def main() -> int:
+    args = _parse_args()
+    if args.dialect == "code":
+        print(
+            "warning: in dialect code the interpreter's output is part of the assistant text and is trained on",
+            file=sys.stderr,
+        )
+    bad = BadRows()
+    converted: list[dict] = []
+    total = 0
+    for row in islice(read_rows(find_data_files(args.dataset), ("messages",), "converting"), args.limit):
+        total += 1
+        try:
+            converted.append(convert(readable(row), args.dialect))
+        except RowError as error:
+            bad.add(row.place, str(error))
+    if bad.too_many(total):
+        raise DataError(f"{bad.count} of {total} rows cannot be converted; nothing was written")
+    with atomic_output(args.output, "wb") as file:
+        pq.write_table(pa.Table.from_pylist(converted, schema=SCHEMA), file)
+    print(f"{args.output}: {len(converted)} of {total} rows, {bad.count} left out, dialect {args.dialect}")
+    _print_calls(converted)
+    _print_lengths(converted, args.tokenizer)
+    return 0
+
+
+def _parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Convert ReTool-SFT for vime's SFT rollout.")
+    parser.add_argument("--dataset", default="JoeYing/ReTool-SFT", help="hub name, directory, .parquet or .jsonl file")
+    parser.add_argument("--output", type=Path, default=Path("data/retool/ReTool-SFT.parquet"))
+    parser.add_argument("--dialect", choices=DIALECTS, default="tool_call")
+    parser.add_argument("--limit", type=int, help="read only so many rows")
+    parser.add_argument("--tokenizer", default=DEFAULT_TOKENIZER, metavar="DIR", help="to print token lengths")
+    args = parser.parse_args()
+    if args.limit is not None and args.limit < 1:
+        parser.error("--limit must be at least 1")
+    return args
+
+
+def _print_calls(rows: list[dict]) -> None:
+    calls = Counter(sum(message["role"] == "tool" for message in row["messages"]) for row in rows)
+    print("tool calls per conversation: " + ", ".join(f"{n}: {calls[n]} rows" for n in sorted(calls)))
+
+
+def _print_lengths(rows: list[dict], tokenizer_directory: str) -> None:
+    lengths, unit = _lengths(rows, tokenizer_directory)
+    values = [f"p{p} {lengths[min(len(lengths) - 1, len(lengths) * p // 100)]}" for p in PERCENTILES]
+    print(f"{unit} per conversation: {', '.join(values)}".replace("p100", "max"))
+
+
+def _lengths(rows: list[dict], tokenizer_directory: str) -> tuple[list[int], str]:
+    """Sorted lengths of the conversations, and in what they are counted."""
+    if not Path(tokenizer_directory).is_dir():
+        print(
+            f"warning: lengths are in characters: no tokenizer in {tokenizer_directory}, give one with --tokenizer DIR",
+            file=sys.stderr,
+        )
+        return sorted(sum(len(message["content"]) for message in row["messages"]) for row in rows), "characters"
+    from transformers import AutoTokenizer  # seconds to import
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(tokenizer_directory)
+    except (OSError, ValueError) as error:
+        raise DataError(f"--tokenizer {tokenizer_directory}: {str(error).splitlines()[0]}") from error
+    return sorted(_token_length(tokenizer, row) for row in rows), "tokens"
+
+
+def _token_length(tokenizer, row: dict) -> int:
+    ids = tokenizer.apply_chat_template(
+        row["messages"], tools=json.loads(row["tools"]) or None, tokenize=True, return_dict=False
+    )
+    return len(ids)
+
+
+if __name__ == "__main__":
+    run_script(main)

@@ -1,0 +1,333 @@
+"""rl_data_preprocess: published layouts, duplicates, contradictions, exclusion, bad rows, and memory on a large file."""
+
+import json
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from data_io import RowError
+from hypothesis import given
+from hypothesis import strategies as st
+from rl_data_preprocess import evaluation_key, label_text, parse_row, problem_key, strip_instruction
+
+SCRIPT = Path(__file__).resolve().parent.parent / "examples" / "retool" / "rl_data_preprocess.py"
+BEFORE = (
+    "Solve the following math problem step by step. The last line of your response should be of the form Answer: "
+    "$Answer (without quotes) where $Answer is the answer to the problem.\n\n"
+)
+BEHIND = '\n\nRemember to put your answer on its own line after "Answer:".'
+
+
+def dapo(problem: str, label="34", wrap: bool = True) -> dict:
+    text = BEFORE + problem + BEHIND if wrap else problem
+    return {
+        "data_source": "math_dapo",
+        "prompt": [{"content": text, "role": "user"}],
+        "ability": "MATH",
+        "reward_model": {"ground_truth": label, "style": "rule-lighteval/MATH_v2"},
+        "extra_info": {"index": "9a9b6eb4"},
+    }
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        dapo("What is $1+1$?", "2"),
+        {"prompt": [{"role": "user", "content": BEFORE + "What is $1+1$?" + BEHIND}], "label": "2"},
+        {"prompt": "What is $1+1$?", "label": 2},
+        {"problem": "What is $1+1$?", "answer": 2.0},
+        {"question": "What is $1+1$?", "answer": " 2\n"},
+        {"input": "What is $1+1$?", "output": "2"},
+        {"prompt": "What is $1+1$?", "label": None, "reward_model": {"ground_truth": 2}},
+    ],
+)
+def test_every_published_layout_gives_the_same(layout):
+    problem = parse_row(layout)
+    assert (problem.text, problem.prompt, problem.label) == ("What is $1+1$?", "What is $1+1$?", "2")
+
+
+@pytest.mark.parametrize(
+    "before, behind",
+    [
+        (BEFORE, BEHIND),
+        (BEFORE.replace("$Answer (without quotes)", "\\boxed{$Answer}"), BEHIND),
+        (BEFORE.replace("$Answer", "$ANSWER"), BEHIND[:-1] + ", and you do not need to use a \\boxed command."),
+        ("\n " + BEFORE.rstrip() + "\n", BEHIND.rstrip(".") + "  \n"),
+        (BEFORE.replace(". The", ".\nThe"), BEHIND.replace('"', "“", 1).replace('"', "”", 1)),
+    ],
+)
+def test_both_sentences_go_in_their_published_wordings(before, behind):
+    assert strip_instruction(before + "A\n\n B?" + behind) == ("A\n\n B?", True)
+
+
+@pytest.mark.parametrize(
+    "prompt, text",
+    [
+        ("A?", "A?"),
+        (BEFORE + "A?", "A?"),
+        ("A?" + BEHIND, "A?"),
+        ("Why does one solve the following math problem step by step?", None),
+        ('"Remember to put your answer on its own line after "Answer:"." is a sentence of how many words?', None),
+        ("A? " + BEFORE + "B?", None),
+    ],
+)
+def test_what_is_not_wrapped_stays_and_is_marked(prompt, text):
+    assert strip_instruction(prompt) == ((prompt if text is None else text).strip(), False)
+
+
+def test_keep_instruction_keeps_the_prompt_and_still_knows_the_problem():
+    problem = parse_row(dapo("A?"), keep_instruction=True)
+    assert problem.prompt == BEFORE + "A?" + BEHIND and problem.text == "A?"
+
+
+@pytest.mark.parametrize(
+    "label, text",
+    [
+        (34, "34"),
+        (34.0, "34"),
+        ("34", "34"),
+        (" 025 ", "025"),
+        (0, "0"),
+        (-3, "-3"),
+        (2.5, "2.5"),
+        ("\\frac12", "\\frac12"),
+    ],
+)
+def test_labels_are_strings(label, text):
+    assert label_text({"label": label}) == text
+
+
+@pytest.mark.parametrize(
+    "bad, reason",
+    [
+        ({}, "no prompt"),
+        ({"prompt": None, "label": "1"}, "no prompt"),
+        ({"prompt": 5, "label": "1"}, "no prompt"),
+        ({"prompt": "A?"}, "no label"),
+        ({"prompt": "A?", "label": None}, "no label"),
+        ({"prompt": "A?", "label": " "}, "no label"),
+        ({"prompt": "A?", "label": True}, "no label"),
+        ({"prompt": "A?", "label": ["1"]}, "no label"),
+        ({"prompt": "A?", "reward_model": None}, "no label"),
+        ({"prompt": "A?", "reward_model": {"ground_truth": None}}, "no label"),
+        ({"prompt": " ", "label": "1"}, "the problem is empty"),
+        (dapo(""), "the problem is empty"),
+        ({"prompt": [], "label": "1"}, "not of one user message"),
+        ({"prompt": ["A?"], "label": "1"}, "not of one user message"),
+        ({"prompt": [{"role": "system", "content": "A"}], "label": "1"}, "not of one user message"),
+        ({"prompt": [{"role": "user", "content": "A"}] * 2, "label": "1"}, "not of one user message"),
+        ({"prompt": [{"role": "user", "content": None}], "label": "1"}, "no prompt"),
+    ],
+)
+def test_what_cannot_be_used_says_why(bad, reason):
+    with pytest.raises(RowError, match=reason):
+        parse_row(bad)
+
+
+@given(st.text(max_size=60).map(str.strip).filter(bool))
+def test_wrapping_and_stripping_is_the_identity(problem):
+    assert strip_instruction(BEFORE + problem + BEHIND) == (problem, True)
+
+
+@pytest.mark.parametrize(
+    "one, other, same",
+    [
+        ("Find  $x$.", "Find $x$.\n", True),
+        ("Find $x$", "Find $y$", False),
+        ("Find $x$", "find $x$", False),
+    ],
+)
+def test_duplicates_are_told_by_white_space_alone(one, other, same):
+    assert (problem_key(one) == problem_key(other)) is same
+
+
+@pytest.mark.parametrize(
+    "one, other, same",
+    [
+        ("Find $\\tfrac{m}{n}$ where $m+n$ is odd.", "Find \\(\\frac{m}{n}\\), where $ m + n $ is odd", True),
+        ("Let $x=\\left( a \\right)$", "let x = (a)", True),
+        ("\\[|z| = 4\\]", "$|z|=4$", True),
+        ("Find $x+1$", "Find $x-1$", False),
+        ("Find 12.", "Find 1.2", False),
+        ("\\leftarrow", "\\rightarrow", False),
+    ],
+)
+def test_evaluation_problems_are_told_by_their_content(one, other, same):
+    assert (evaluation_key(one) == evaluation_key(other)) is same
+
+
+# The script as a user runs it ------------------------------------------------------------------------------------------
+
+
+def run(tmp_path, *arguments, **options):
+    return subprocess.run(
+        [sys.executable, str(SCRIPT), *map(str, arguments)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env={"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"},
+        **options,
+    )
+
+
+def write_jsonl(path: Path, rows) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join((r if isinstance(r, str) else json.dumps(r)) + "\n" for r in rows), encoding="utf-8")
+    return path
+
+
+def read_jsonl(path: Path) -> list:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+ROWS = [
+    dapo("Last by name, first by place?", "1"),
+    dapo("Alpha  é?", "2"),
+    dapo("Two labels?", "3"),
+    dapo("Alpha é?", "2"),
+    dapo("Leading zero?", "025"),
+    dapo("Two labels?", "4"),
+    dapo("Bare?", "5", wrap=False),
+    dapo("Leading zero?", "25"),
+    dapo("Last by name, first by place?", "1"),
+]
+
+
+def test_each_problem_once_in_order_of_appearance_without_contradictions(tmp_path):
+    source = tmp_path / "train.parquet"
+    pq.write_table(pa.Table.from_pylist(ROWS), source, row_group_size=2)
+    result = run(tmp_path, "--dataset", source, "--output", "out.jsonl")
+    assert result.returncode == 0, result.stderr
+    assert read_jsonl(tmp_path / "out.jsonl") == [
+        {"prompt": "Last by name, first by place?", "label": "1"},
+        {"prompt": "Alpha  é?", "label": "2"},
+        {"prompt": "Leading zero?", "label": "025"},
+        {"prompt": "Bare?", "label": "5"},
+    ]
+    assert "two labels for one problem: train.parquet row 6: label '4', earlier '3'" in result.stdout
+    assert "4 of 9 rows" in result.stdout
+    assert "different problems: 5, duplicates removed: 4, bad rows: 0" in result.stdout
+    assert "left out: 1 with two labels, 0 of an evaluation file" in result.stdout
+    assert "without DAPO's instruction sentences, taken as they are: 1" in result.stdout
+    again = run(tmp_path, "--dataset", source, "--output", "again.jsonl")
+    assert again.returncode == 0
+    assert (tmp_path / "again.jsonl").read_bytes() == (tmp_path / "out.jsonl").read_bytes()
+
+
+def test_parquet_and_jsonl_give_the_same_file(tmp_path):
+    pq.write_table(pa.Table.from_pylist(ROWS), tmp_path / "a.parquet")
+    write_jsonl(tmp_path / "b.jsonl", ROWS)
+    for name, output in (("a.parquet", "a.out.jsonl"), ("b.jsonl", "b.out.jsonl")):
+        assert run(tmp_path, "--dataset", name, "--output", output).returncode == 0
+    assert (tmp_path / "a.out.jsonl").read_bytes() == (tmp_path / "b.out.jsonl").read_bytes()
+
+
+def test_keep_duplicates_keeps_rows_but_no_contradiction(tmp_path):
+    write_jsonl(tmp_path / "in.jsonl", ROWS)
+    result = run(tmp_path, "--dataset", "in.jsonl", "--output", "out.jsonl", "--keep-duplicates")
+    assert result.returncode == 0
+    kept = [r["prompt"] for r in read_jsonl(tmp_path / "out.jsonl")]
+    assert kept == [parse_row(r).prompt for r in ROWS if "Two labels" not in r["prompt"][0]["content"]]
+
+
+def test_keep_instruction_still_finds_duplicates_and_contradictions(tmp_path):
+    write_jsonl(tmp_path / "in.jsonl", ROWS)
+    result = run(tmp_path, "--dataset", "in.jsonl", "--output", "out.jsonl", "--keep-instruction")
+    assert result.returncode == 0
+    prompts = [r["prompt"] for r in read_jsonl(tmp_path / "out.jsonl")]
+    assert prompts[0] == BEFORE + "Last by name, first by place?" + BEHIND and prompts[-1] == "Bare?"
+    assert len(prompts) == 4
+
+
+@pytest.mark.parametrize("keep", [[], ["--keep-duplicates"]])
+@pytest.mark.parametrize(
+    "evaluation",
+    [
+        {"input": "Alpha $é$", "output": "2"},
+        {"prompt": [{"role": "user", "content": BEFORE + "alpha é?" + BEHIND}], "label": 2},
+        {"problem": "ALPHA é."},
+    ],
+)
+def test_problems_of_an_evaluation_file_are_left_out(tmp_path, evaluation, keep):
+    write_jsonl(tmp_path / "in.jsonl", ROWS)
+    write_jsonl(tmp_path / "one.jsonl", [evaluation])
+    write_jsonl(tmp_path / "two.jsonl", [{"problem": "Bare?"}])
+    result = run(
+        tmp_path, "--dataset", "in.jsonl", "--output", "out.jsonl", "--exclude", "one.jsonl", "two.jsonl", *keep
+    )
+    assert result.returncode == 0, result.stderr
+    assert "2 of an evaluation file" in result.stdout
+    prompts = {r["prompt"] for r in read_jsonl(tmp_path / "out.jsonl")}
+    assert prompts == {"Last by name, first by place?", "Leading zero?"}
+
+
+def test_the_aime_layout_comes_out_as_an_evaluation_file(tmp_path):
+    rows = [{"input": f"Find ${n}$.", "output": str(n)} for n in range(30)]
+    write_jsonl(tmp_path / "aime.jsonl", rows)
+    result = run(tmp_path, "--dataset", "aime.jsonl", "--output", "data/out.jsonl")
+    assert result.returncode == 0
+    assert read_jsonl(tmp_path / "data/out.jsonl") == [{"prompt": r["input"], "label": r["output"]} for r in rows]
+
+
+def test_bad_rows_are_named_and_more_than_one_in_a_hundred_stops_it(tmp_path):
+    good = [dapo(f"Problem {n}?") for n in range(99)]
+    write_jsonl(tmp_path / "one.jsonl", good[:50] + ["{"] + good[50:])
+    result = run(tmp_path, "--dataset", "one.jsonl", "--output", "out.jsonl")
+    assert result.returncode == 0
+    assert "one.jsonl row 51: not JSON" in result.stdout + result.stderr
+    assert "99 of 100 rows" in result.stdout and "bad rows: 1" in result.stdout
+    before = (tmp_path / "out.jsonl").read_bytes()
+    write_jsonl(tmp_path / "two.jsonl", good + [{"prompt": "x"}, '{"prompt": "\\ud800", "label": "1"}'])
+    result = run(tmp_path, "--dataset", "two.jsonl", "--output", "out.jsonl")
+    assert result.returncode == 1
+    assert "two.jsonl row 100: no label" in result.stdout + result.stderr
+    assert "two.jsonl row 101: not JSON in UTF-8" in result.stdout + result.stderr
+    assert result.stderr.splitlines()[-1] == "error: 2 of 101 rows cannot be used; nothing was written"
+    assert (tmp_path / "out.jsonl").read_bytes() == before
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["one.jsonl", "out.jsonl", "two.jsonl"]
+
+
+@pytest.mark.parametrize(
+    "arguments, says",
+    [
+        (["--dataset", "nowhere.jsonl"], "error: nowhere.jsonl: no such file"),
+        (["--dataset", "in.jsonl", "--exclude", "nowhere.jsonl"], "error: nowhere.jsonl: no such file"),
+        (["--dataset", "in.jsonl", "--exclude", "bad.jsonl"], "--exclude bad.jsonl: bad.jsonl row 1: no prompt"),
+        (["--dataset", "in.jsonl", "--exclude", "in.jsonl"], "no problem of 9 rows is left"),
+        (["--dataset", "in.jsonl", "--output", "out.parquet"], "must end in .jsonl"),
+        (["--dataset", "in.jsonl", "--output", "in.jsonl/out.jsonl"], "cannot be written"),
+    ],
+)
+def test_bad_input_is_one_clear_line(tmp_path, arguments, says):
+    write_jsonl(tmp_path / "in.jsonl", ROWS)
+    write_jsonl(tmp_path / "bad.jsonl", [{"text": "x"}])
+    result = run(tmp_path, *arguments)
+    assert result.returncode != 0
+    assert "Traceback" not in result.stderr
+    assert says in result.stderr.splitlines()[-1]
+
+
+def test_memory_does_not_grow_with_the_rows(tmp_path):
+    """400 MB of prompts in one row group, as the published file has it, under an address space of 1 GB."""
+    problems = [dapo(f"{n} " + f"word{n} " * 250, str(n)) for n in range(1000)]
+    table = pa.Table.from_pylist(problems)
+    schema = table.schema
+    with pq.ParquetWriter(tmp_path / "large.parquet", schema, compression="snappy") as writer:
+        writer.write_table(pa.concat_tables([table] * 200), row_group_size=200_000)
+    assert pq.ParquetFile(tmp_path / "large.parquet").metadata.num_row_groups == 1
+
+    result = run(
+        tmp_path,
+        "--dataset",
+        "large.parquet",
+        "--output",
+        "out.jsonl",
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_DATA, (1 << 30, 1 << 30)),
+    )
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert "1000 of 200000 rows" in result.stdout

@@ -1,0 +1,450 @@
+"""sft_data_processing: every form of a published row, what must be refused and why, and the file that vime reads."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+from data_io import RowError
+from hypothesis import given
+from hypothesis import strategies as st
+from sft_data_processing import boxes, convert, final_text, question_of, split_blocks, tool_call_text
+from tool_sandbox import SYSTEM_PROMPT, tool_registry
+
+SCRIPT = Path(__file__).resolve().parent.parent / "examples" / "retool" / "sft_data_processing.py"
+PREAMBLE = (
+    "Think about the problem and write Python where it helps. Put code into <code> and </code>; what it prints comes "
+    "back in <interpreter> and </interpreter>.\nThe last part has this form:\n<answer>\n\\boxed{'The final answer goes "
+    "here.'}\n</answer>\n\n*user question:*\n"
+)
+REMINDER = (
+    "\n\nRemember to place the final answer in the last part using the format: \n<answer>\n\\boxed{'The final answer "
+    "goes here.'}\n</answer>"
+)
+CODE = "for i in range(2):\n    print(i)"
+
+
+def row(assistant: str, question: str = "What is 6 times 7?") -> dict:
+    return {
+        "messages": [
+            {"role": "user", "content": PREAMBLE + question + REMINDER},
+            {"role": "assistant", "content": assistant},
+        ]
+    }
+
+
+def block(code: str, result: str = "42") -> str:
+    return f"<code>\n```python\n{code}\n```\n</code>\n<interpreter>\n{result}\n</interpreter>\n"
+
+
+def answered(body: str) -> str:
+    return f"{body}\n<answer>\n\\boxed{{42}}\n</answer>"
+
+
+def code_of(message: dict) -> str:
+    """The code of an assistant message that ends in a call, read back as RL reads it."""
+    call = message["content"].rpartition("<tool_call>\n")[2].removesuffix("\n</tool_call>")
+    return json.loads(call)["arguments"]["code"]
+
+
+def roles(messages: list[dict]) -> list[str]:
+    return [message["role"] for message in messages]
+
+
+def test_a_published_row_becomes_the_conversation_that_rl_has():
+    text = "I compute it.\n\n" + block("print(6 * 7)") + "\nSo it is 42.\n\n<answer>\n\\boxed{42}\n</answer>"
+    converted = convert(row(text))
+    call = '<tool_call>\n{"name": "code_interpreter", "arguments": {"code": "print(6 * 7)"}}\n</tool_call>'
+    assert converted["messages"] == [
+        {"role": "system", "content": SYSTEM_PROMPT},
+        {"role": "user", "content": "What is 6 times 7?"},
+        {"role": "assistant", "content": "I compute it.\n" + call},
+        {"role": "tool", "content": "42"},
+        {"role": "assistant", "content": "So it is 42.\n\nAnswer: \\boxed{42}"},
+    ]
+    assert json.loads(converted["tools"]) == tool_registry.get_tool_specs()
+
+
+def test_calls_are_written_as_the_chat_template_writes_them(qwen3_tokenizer):
+    code = 'print("é\\n", \'"\')\n\tx = {"a": [1]}'
+    arguments = {"name": "code_interpreter", "arguments": {"code": code}}
+    rendered = [
+        qwen3_tokenizer.apply_chat_template([message], tokenize=False)
+        for message in (
+            {"role": "assistant", "content": "Now.", "tool_calls": [{"type": "function", "function": arguments}]},
+            {"role": "assistant", "content": "Now.\n" + tool_call_text(code)},
+        )
+    ]
+    assert rendered[0] == rendered[1]
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        f"<code>\n```python\n{CODE}\n```\n</code>",
+        f"<code>\n```py\n{CODE}\n```\n</code>",
+        f"<code>\n```\n{CODE}\n```\n</code>",
+        f"<code>```python\n{CODE}\n```</code>",
+        f"<code>\n\n  ```python  \n{CODE}\n```  \n\n</code>",
+        f"<code>\n{CODE}\n</code>",
+        f"<code>{CODE}</code>",
+        f"```python\n{CODE}\n```",
+        f"```Py\n{CODE}\n```",
+    ],
+)
+def test_every_form_of_a_code_block(written):
+    messages = convert(row(answered(f"Go.\n{written}\n<interpreter>\n0\n1\n</interpreter>\n")))["messages"]
+    assert roles(messages) == ["system", "user", "assistant", "tool", "assistant"]
+    assert code_of(messages[2]) == CODE
+    assert messages[2]["content"].startswith("Go.\n<tool_call>\n")
+    assert messages[3]["content"] == "0\n1"
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "    x = 1\n    print(x)\n",
+        "\n\nprint(1)\n\n",
+        "print('a')   \n# end  ",
+        'print("""```\nnot python\n```""")',
+        'print("```python\\nx\\n```")',
+        's = "</code>"\nprint(s, "<interpreter>", "<answer>\\\\boxed{1}</answer>")',
+        "if 1:\n\tprint('\\t|\\\\d|\\u00e9|é|𝔸|\\r')",
+        "print(r'Answer: \\boxed{7}')",
+    ],
+)
+def test_code_is_kept_to_the_character(code):
+    messages = convert(row(answered(block(code))))["messages"]
+    assert roles(messages) == ["system", "user", "assistant", "tool", "assistant"]
+    assert code_of(messages[2]) == code
+
+
+@pytest.mark.parametrize("result", ["4", "  4\n\n", "", "a\n\n```python\nb\n```", "<code>", "x <answer> y", "∑ é 𝔸"])
+def test_output_is_kept_to_the_character(result):
+    assert convert(row(answered(block("print(1)", result))))["messages"][3]["content"] == result
+
+
+def test_output_without_its_line_breaks_is_the_same_output():
+    text = answered("<code>print(4)</code><interpreter>4</interpreter>")
+    assert convert(row(text))["messages"][3]["content"] == "4"
+
+
+def test_words_between_code_and_output_move_behind_the_output():
+    text = "One.\n<code>\nprint(1)\n</code>\nTwo.\n<interpreter>\n1\n</interpreter>\nThree."
+    messages = convert(row(answered(text)))["messages"]
+    assert messages[2]["content"].startswith("One.\n<tool_call>")
+    assert messages[4]["content"] == "Two.\n\nThree.\n\nAnswer: \\boxed{42}"
+
+
+def test_many_blocks_and_a_call_without_words():
+    text = block("a = 1") + "Then.\n" + block("b = 2", "") + block("c = 3")
+    messages = convert(row(answered(text)))["messages"]
+    assert roles(messages)[2:] == ["assistant", "tool"] * 3 + ["assistant"]
+    assert [code_of(message) for message in messages[2:8:2]] == ["a = 1", "b = 2", "c = 3"]
+    assert messages[2]["content"].startswith("<tool_call>")
+    assert messages[8]["content"] == "Answer: \\boxed{42}"
+
+
+def test_a_row_without_code_is_one_answer():
+    assert convert(row(answered("Six sevens are 42.")))["messages"][2:] == [
+        {"role": "assistant", "content": "Six sevens are 42.\n\nAnswer: \\boxed{42}"}
+    ]
+
+
+def test_think_tags_go_and_their_words_stay():
+    text = "<think>\nI try.\n" + block("print(1)") + "Good.\n</think>\n" + answered("Done.")
+    messages = convert(row(text))["messages"]
+    assert messages[2]["content"].startswith("I try.\n<tool_call>")
+    assert messages[4]["content"] == "Good.\n\nDone.\n\nAnswer: \\boxed{42}"
+
+
+@pytest.mark.parametrize(
+    "text, answer, expected",
+    [
+        ("Done.", "\\boxed{42}", "Done.\n\nAnswer: \\boxed{42}"),
+        ("", "\n$\\boxed{42}$.\n", "Answer: \\boxed{42}"),
+        ("Done.", "It is \\boxed{42}, as shown.", "Done.\n\nIt is \\boxed{42}, as shown.\n\nAnswer: \\boxed{42}"),
+        ("Done.", "Answer: \\boxed{42}", "Done.\n\nAnswer: \\boxed{42}"),
+        ("", "\\boxed{\\frac{1}{\\sqrt{2}}}", "Answer: \\boxed{\\frac{1}{\\sqrt{2}}}"),
+        ("", "\\boxed{\\{1, 2\\}}", "Answer: \\boxed{\\{1, 2\\}}"),
+        ("", "\\boxed {7}", "Answer: \\boxed{7}"),
+        ("", "\\boxed{7} and again \\boxed{7}", "\\boxed{7} and again \\boxed{7}\n\nAnswer: \\boxed{7}"),
+        ("First \\boxed{1}. Hence \\boxed{2}.", None, "First \\boxed{1}. Hence \\boxed{2}.\n\nAnswer: \\boxed{2}"),
+        ("So.\nAnswer: \\boxed{2}", None, "So.\nAnswer: \\boxed{2}"),
+    ],
+)
+def test_the_last_text_ends_in_the_answer_line(text, answer, expected):
+    assert final_text(text, answer) == expected
+
+
+@pytest.mark.parametrize(
+    "user, question",
+    [
+        (PREAMBLE + "Why?" + REMINDER, "Why?"),
+        (PREAMBLE + "Why?\n", "Why?"),
+        ("Why?", "Why?"),
+        (PREAMBLE.replace("*user question:*", "*User Question:*") + "Why?" + REMINDER, "Why?"),
+        (
+            PREAMBLE
+            + "Answer the following Math Problem and put the answer in the format of \\boxed{answer}\n\nA\n\n  B?\n\n"
+            + REMINDER,
+            "A\n\n  B?",
+        ),
+        (PREAMBLE + "What does *user question:* mean?" + REMINDER, "What does *user question:* mean?"),
+    ],
+)
+def test_the_question_stands_without_its_preamble(user, question):
+    assert question_of(user) == question
+
+
+@pytest.mark.parametrize(
+    "bad, reason",
+    [
+        ({}, "empty conversation"),
+        ({"messages": []}, "empty conversation"),
+        ({"messages": None}, "empty conversation"),
+        ({"messages": "hello"}, "not a list of objects"),
+        ({"messages": ["hello"]}, "not a list of objects"),
+        ({"messages": [{"role": "human", "content": "a"}]}, "unknown role 'human'"),
+        ({"messages": [{"role": None, "content": "a"}]}, "unknown role None"),
+        ({"messages": [{"role": "user", "content": "a"}]}, "found user"),
+        ({"messages": row(answered("x"))["messages"] * 2}, "found user, assistant, user, assistant"),
+        ({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": None}]}, "no text"),
+        ({"messages": [{"role": "user", "content": " "}, {"role": "assistant", "content": "a"}]}, "no text"),
+        ({"messages": [{"role": "user", "content": ["a"]}, {"role": "assistant", "content": "a"}]}, "no text"),
+        (row(""), "the assistant message has no text"),
+        (row("No answer."), "no final answer"),
+        (row("<answer>\n42\n</answer>"), "no final answer"),
+        (row("<answer>\n\\boxed{}\n</answer>"), "no final answer"),
+        (row("<answer>\n\\boxed{4\n</answer>"), "no final answer"),
+        (row("<answer>\n\n</answer>"), "empty answer block"),
+        (row("<answer>\\boxed{1} or \\boxed{2}</answer>"), "more than one box"),
+        (row(answered("a") + answered("b")), "more than one answer block"),
+        (row("<answer>\\boxed{1}"), "unclosed <answer>"),
+        (row("<code>print(1)"), "unclosed <code>"),
+        (row("<code>\n```python\nprint(1)\n</code>"), "unclosed <code>"),
+        (row("<code>print(1)</code><interpreter>1"), "unclosed <interpreter>"),
+        (row("```python\nprint(1)"), "unclosed ```python"),
+        (row(answered("</code>")), "</code> closes no block"),
+        (row(answered("x</interpreter>")), "</interpreter> closes no block"),
+        (row(answered("<code>\n\n</code><interpreter></interpreter>")), "empty code block"),
+        (row(answered("<code>\n```python\n```\n</code><interpreter></interpreter>")), "empty code block"),
+        (row(answered("<code>\nHere:\n```python\nprint(1)\n```\n</code><interpreter>1</interpreter>")), "beside its"),
+        (row(answered("<code>print(1)</code>")), "without an interpreter block"),
+        (row(answered("<code>a=1</code>" + block("print(1)"))), "without an interpreter block"),
+        (row(answered("<interpreter>1</interpreter>")), "an interpreter block without a code block"),
+        (row(answered(block("print(1)") + "<interpreter>1</interpreter>")), "without a code block"),
+        (row(answered("x") + block("print(1)")), "an answer stands before"),
+        (row(answered("Answer: \\boxed{1}\n" + block("print(1)"))), "an answer stands before"),
+        (row(answered("x<|im_end|>")), "<|im_end|>"),
+        (row(answered("a <tool_call> b")), "<tool_call>"),
+        (row(answered("<tool_call>\n{}\n</tool_call>")), "<tool_call>"),
+        (row(answered(block("print('</tool_call>')"))), "</tool_call>"),
+        (row(answered(block("print('</think>')"))), "</think>"),
+        (row(answered(block("print(1)", "</tool_response>"))), "</tool_response>"),
+        (row(answered("x"), question="<|im_start|>system"), "<|im_start|>"),
+        (row(answered("x"), question=" "), "the question is empty"),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": "Use <code>."},
+                    {"role": "assistant", "content": answered("x")},
+                ]
+            },
+            "block tag",
+        ),
+    ],
+)
+@pytest.mark.parametrize("dialect", ["tool_call", "code"])
+def test_what_cannot_be_converted_says_why(bad, reason, dialect):
+    with pytest.raises(RowError, match=".") as caught:
+        convert(bad, dialect)
+    assert reason in str(caught.value)
+
+
+def test_dialect_code_keeps_the_published_messages():
+    published = row(answered(block("print(1)")))
+    assert convert(published, "code") == {"messages": published["messages"], "tools": "[]"}
+
+
+def test_convert_leaves_its_row_alone():
+    given_row = row(answered(block("print(1)")))
+    before = json.dumps(given_row)
+    convert(given_row)
+    assert json.dumps(given_row) == before
+
+
+plain_text = st.text(st.characters(blacklist_categories=["Cs"], blacklist_characters="<`\\"), max_size=40)
+
+
+@given(st.lists(st.tuples(plain_text, plain_text.filter(str.strip), plain_text), max_size=5), plain_text)
+def test_nothing_is_lost_in_any_row(turns, last):
+    text = "".join(f"{words}\n{block(code, result)}" for words, code, result in turns)
+    messages = convert(row(answered(text + last)))["messages"]
+    assert len(messages) == 3 + 2 * len(turns)
+    for (words, code, result), call, output in zip(turns, messages[2::2], messages[3::2], strict=False):
+        assert code_of(call) == code
+        assert output["content"] == result
+        assert words.split() == call["content"].rpartition("<tool_call>")[0].split()
+    assert messages[-1]["content"].split() == last.split() + ["Answer:", "\\boxed{42}"]
+
+
+@given(st.text("<>/codeinterpretanswer`\npython{}\\b ", max_size=200))
+def test_any_text_gives_blocks_or_a_reason(text):
+    try:
+        blocks = list(split_blocks(text))
+    except RowError:
+        return
+    assert all(block.content for block in blocks if block.kind != "result")
+
+
+@pytest.mark.parametrize(
+    "text, found",
+    [
+        ("", []),
+        ("\\boxed{a}", ["a"]),
+        ("\\boxed{{a}} \\boxed{ b }", ["{a}", "b"]),
+        ("\\boxed{\\}} x", ["\\}"]),
+        ("\\boxed{a", []),
+        ("\\boxed{a \\boxed{b}", ["b"]),
+        ("\\boxed{}", []),
+    ],
+)
+def test_boxes(text, found):
+    assert boxes(text) == found
+
+
+# The script as a user runs it ------------------------------------------------------------------------------------------
+
+
+def run(tmp_path, *arguments, **environment):
+    return subprocess.run(
+        [sys.executable, str(SCRIPT), *map(str, arguments)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "HF_HUB_OFFLINE": "1", **environment},
+    )
+
+
+def write_jsonl(path: Path, rows) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join((r if isinstance(r, str) else json.dumps(r)) + "\n" for r in rows), encoding="utf-8")
+    return path
+
+
+def write_parquet(path: Path, rows) -> Path:
+    import pyarrow as pa
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    return path
+
+
+GOOD = row(answered("Go.\n" + block("print('é')", "é")))
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "directory"])
+def test_the_script_writes_what_vime_reads(tmp_path, kind):
+    rows = [GOOD, row(answered("No code."))]
+    if kind == "jsonl":
+        source = write_jsonl(tmp_path / "in.jsonl", rows)
+    elif kind == "parquet":
+        source = write_parquet(tmp_path / "in.parquet", rows)
+    else:  # what `hf download --local-dir` leaves
+        source = tmp_path / "JoeYing" / "ReTool-SFT"
+        write_parquet(source / "data" / "train-00000-of-00001.parquet", rows)
+        write_jsonl(source / ".cache" / "huggingface" / "junk.jsonl", ["junk"])
+        (source / "README.md").write_text("x")
+    result = run(tmp_path, "--dataset", source)
+    assert result.returncode == 0, result.stderr
+    assert "2 of 2 rows" in result.stdout and "0: 1 rows, 1: 1 rows" in result.stdout
+    # exactly how vime.utils.data.read_file reads it
+    output = tmp_path / "data" / "retool" / "ReTool-SFT.parquet"
+    read = [r for batch in pq.ParquetFile(output).iter_batches() for r in batch.to_pylist()]
+    assert read == [convert(r) for r in rows]
+    assert [p.name for p in output.parent.iterdir()] == [output.name]
+
+
+def test_token_lengths_are_printed(tmp_path, qwen3_tokenizer):
+    source = write_jsonl(tmp_path / "in.jsonl", [GOOD] * 3)
+    result = run(tmp_path, "--dataset", source, "--tokenizer", qwen3_tokenizer.name_or_path)
+    message = convert(GOOD)
+    ids = qwen3_tokenizer.apply_chat_template(
+        message["messages"], tools=json.loads(message["tools"]), tokenize=True, return_dict=False
+    )
+    assert f"tokens per conversation: p50 {len(ids)}, p90 {len(ids)}, p99 {len(ids)}, max {len(ids)}" in result.stdout
+
+
+def test_without_a_tokenizer_the_lengths_are_characters_and_it_says_so(tmp_path):
+    source = write_jsonl(tmp_path / "in.jsonl", [GOOD])
+    result = run(tmp_path, "--dataset", source, "--tokenizer", tmp_path / "nowhere")
+    assert result.returncode == 0
+    assert "--tokenizer DIR" in result.stderr and "characters per conversation: p50" in result.stdout
+
+
+def test_one_bad_row_in_a_hundred_is_named_and_left_out(tmp_path):
+    source = write_jsonl(tmp_path / "in.jsonl", [GOOD] * 6 + ["{"] + [GOOD] * 93)
+    result = run(tmp_path, "--dataset", source)
+    assert result.returncode == 0, result.stderr
+    assert "in.jsonl row 7: not JSON" in result.stdout + result.stderr
+    assert "99 of 100 rows, 1 left out" in result.stdout
+
+
+def test_two_bad_rows_in_a_hundred_stop_it_and_an_older_output_stays(tmp_path):
+    source = write_jsonl(tmp_path / "in.jsonl", [GOOD] * 97 + [{"messages": []}, "[1]"] + [GOOD])
+    (tmp_path / "out.parquet").write_text("older")
+    result = run(tmp_path, "--dataset", source, "--output", "out.parquet")
+    assert result.returncode != 0
+    assert "row 98: empty conversation" in result.stdout + result.stderr
+    assert "row 99: expected a JSON object, found list" in result.stdout + result.stderr
+    assert result.stderr.splitlines()[-1] == "error: 2 of 100 rows cannot be converted; nothing was written"
+    assert (tmp_path / "out.parquet").read_text() == "older"
+
+
+def test_limit_reads_the_first_rows_only(tmp_path):
+    source = write_jsonl(tmp_path / "in.jsonl", [GOOD] * 3 + ["{"] * 3)
+    result = run(tmp_path, "--dataset", source, "--limit", 3)
+    assert result.returncode == 0 and "3 of 3 rows" in result.stdout
+
+
+def test_dialect_code_warns(tmp_path):
+    source = write_jsonl(tmp_path / "in.jsonl", [GOOD])
+    result = run(tmp_path, "--dataset", source, "--dialect", "code", "--output", "out.parquet")
+    assert result.returncode == 0 and "is trained on" in result.stderr
+    assert pq.read_table(tmp_path / "out.parquet").to_pylist() == [convert(GOOD, "code")]
+
+
+@pytest.mark.parametrize(
+    "prepare, arguments, says",
+    [
+        (lambda d: None, ["--dataset", "nowhere.jsonl"], "nowhere.jsonl: no such file"),
+        (lambda d: None, ["--dataset", "/nowhere/dir"], "/nowhere/dir: no such file"),
+        (lambda d: None, ["--dataset", "some/dataset"], "hf download --repo-type dataset some/dataset"),
+        (lambda d: (d / "empty").mkdir(), ["--dataset", "empty"], "no .parquet or .jsonl file"),
+        (lambda d: (d / "a.csv").write_text("x"), ["--dataset", "a.csv"], "ends in .parquet or .jsonl"),
+        (lambda d: (d / "a.parquet").write_text("x"), ["--dataset", "a.parquet"], "cannot be read as parquet"),
+        (lambda d: write_parquet(d / "a.parquet", [{"text": "x"}]), ["--dataset", "a.parquet"], "nothing was written"),
+        (lambda d: (d / "a.jsonl").write_text(""), ["--dataset", "a.jsonl"], "0 of 0 rows"),
+        (
+            lambda d: [write_jsonl(d / "two/a.jsonl", [GOOD]), write_parquet(d / "two/a.parquet", [GOOD])],
+            ["--dataset", "two"],
+            "name the one file",
+        ),
+        (
+            lambda d: [write_jsonl(d / "a.jsonl", [GOOD]), (d / "file").write_text("x")],
+            ["--dataset", "a.jsonl", "--output", "file/out.parquet"],
+            "cannot be written",
+        ),
+    ],
+)
+def test_bad_input_is_one_clear_line(tmp_path, prepare, arguments, says):
+    prepare(tmp_path)
+    result = run(tmp_path, *arguments)
+    assert result.returncode == 1
+    assert "Traceback" not in result.stderr
+    assert says in result.stderr.splitlines()[-1]
+    assert result.stderr.splitlines()[-1].startswith("error: ")
