@@ -63,7 +63,17 @@ TOOL_CONFIGS: dict[str, Any] = {
     "python_memory_limit": "1GB",
     # Digits are a token each: 4000 characters are about half of the published response budget of 8192 tokens.
     "max_output_chars": 4000,
+    # Of the last episodes, how many may be lost to failures of the engine or the sandbox before the run is stopped.
+    "max_failure_rate": 0.5,
 }
+
+# What the model is told, by SFT and RL alike, so it stands where both can import it without vime. The reward reads the box.
+SYSTEM_PROMPT = (
+    "You are a helpful assistant that solves math problems step by step. Whenever a calculation, a search over cases or a "
+    "check would help, call the code_interpreter tool with a short Python program: you are shown what it prints, and "
+    "every call starts afresh. When you are sure, end with your final answer on its own line as `Answer: \\boxed{...}`."
+)
+CODE_TOOL = "code_interpreter"
 
 
 class SandboxError(RuntimeError):
@@ -987,7 +997,7 @@ ToolHandler = Callable[[dict], Awaitable[str]]
 CODE_INTERPRETER = {
     "type": "function",
     "function": {
-        "name": "code_interpreter",
+        "name": CODE_TOOL,
         "description": "A tool for executing code.",
         "parameters": {
             "type": "object",
@@ -1005,7 +1015,7 @@ class ToolRegistry:
         self.tools: dict[str, dict] = {}
         self._handlers: dict[str, ToolHandler | None] = {}
         self.python_sandbox = PythonSandbox()
-        self.register_tool("code_interpreter", CODE_INTERPRETER, self._run_code)
+        self.register_tool(CODE_TOOL, CODE_INTERPRETER, self._run_code)
 
     def register_tool(self, name: str, spec: dict, handler: ToolHandler | None = None) -> None:
         """Add or replace a tool. `handler` is awaited with the arguments and returns the observation.
