@@ -1,7 +1,7 @@
-"""What the tests of the loop share: an engine that is a real HTTP server on loopback and plays a script, tokenizers, args.
+"""What the tests of the loop share: an engine that is a real HTTP server on loopback and plays a script, and a tokenizer.
 
-The engine tokenizes its script character by character, while `PairTokenizer` encodes pairs of letters as one id: text that
-is decoded and encoded again never gives back the ids that were sampled. So a loop that does that cannot pass.
+The engine tokenizes its script character by character, while `PairTokenizer` encodes pairs of letters as one id: text
+that is decoded and encoded again never gives back the ids that were sampled. So a loop that does that cannot pass.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 
 import generate_with_retool as plugin
+
 from vime.utils import http_utils
 from vime.utils.types import Sample
 
@@ -25,7 +26,7 @@ FIRST_PAIR_ID = 0x120000
 
 
 class PairTokenizer:
-    """Ids are code points, chat tokens, and pairs of lower-case letters; `broken_id` decodes to no character at all."""
+    """Ids are code points, chat tokens and pairs of lower-case letters; `broken_id` decodes to no character."""
 
     broken_id = 0x130000
 
@@ -72,7 +73,7 @@ class PairTokenizer:
 
 @dataclass
 class Turn:
-    """One scripted answer: a text, or the ids themselves. The log-prob of token i of the response is -(i + 1) / 1000."""
+    """One scripted answer: a text, or the ids themselves. The log-prob of its token i is -(i + 1) / 1000."""
 
     text: str = ""
     ids: list[int] | None = None
@@ -202,7 +203,9 @@ class Rollout:
         self.engines: list[ScriptedEngine] = []
 
     def engine(self, script) -> ScriptedEngine:
-        sampled = getattr(self.tokenizer, "sampled", lambda text: self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        sampled = getattr(
+            self.tokenizer, "sampled", lambda text: self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        )
         engine = ScriptedEngine(script, sampled)
         self.engines.append(engine)
         return engine

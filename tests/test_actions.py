@@ -123,7 +123,7 @@ def test_code(text, code):
     [
         "<code>\nprint('</code>",
         "<code>\ns = '''\n</code>",
-        '<code>\nprint("it\'s </code>',
+        "<code>\nprint(\"it's </code>",
         '<tool_call>\n{"name": "code_interpreter", "arguments": {"code": "s = \'</tool_call>',
         'Let me.\n<tool_call>\n{"name": "code_interpreter", "arguments": {"code": "\n</tool_call>',
     ],
@@ -142,7 +142,10 @@ def test_a_closing_tag_in_an_unfinished_string_is_waited_out(text):
         ("<code>\nprint(1)", "not closed with </code>"),
         ('<tool_call>\n{"name": "code_interpreter"', "not complete"),
         ("<tool_call>\nprint(1)\n</tool_call>", "not valid JSON"),
-        ('<tool_call>{"name": "code_interpreter", "arguments": {"code": "print("hi")"}}</tool_call>', "not valid JSON"),
+        (
+            '<tool_call>{"name": "code_interpreter", "arguments": {"code": "print("hi")"}}</tool_call>',
+            "not valid JSON",
+        ),
         ('<tool_call>{"name": "code_interpreter", "arguments": {"code": "print(")"}}</tool_call>', "not valid JSON"),
         ('<tool_call>{"name": "code_interpreter", "arguments": {"code": "1"}}}</tool_call>', "not valid JSON"),
         ("<tool_call>[1]</tool_call>", "not a JSON object"),
@@ -194,7 +197,17 @@ def test_responses_are_cut_behind_the_last_action(text, kept):
 
 
 PIECES = st.sampled_from(
-    ["<code>", "</code>", "<tool_call>", "</tool_call>", "<think>", "</think>", "<interpreter>", "</interpreter>", "```"]
+    [
+        "<code>",
+        "</code>",
+        "<tool_call>",
+        "</tool_call>",
+        "<think>",
+        "</think>",
+        "<interpreter>",
+        "</interpreter>",
+        "```",
+    ]
     + ["```python\n", "Answer:", "\\boxed{", "{", "}", '"', "'", '"""', "'''", "\\", "\n", "#", " ", "x", "<|im_end|>"]
     + ['{"name": "code_interpreter", "arguments": {"code": "', "print(1)", "<answer>", "</answer>", "\0", "\ud800"]
 )

@@ -17,8 +17,8 @@ Invariants, on every way out, a cancellation at any await included:
   sampled is never tokenized again, only observations are encoded.
 - len(loss_mask) == len(rollout_log_probs) == response_length and tokens == prompt ids + response ids. The mask is 1 on
   sampled tokens, 0 on observations.
-- A mistake of the model becomes an observation. A failure of the machinery (EngineError, SandboxError) ends the episode
-  as ABORTED and is never trained on; many of them stop the run.
+- A mistake of the model becomes an observation. A failure of the machinery (EngineError, SandboxError) makes the sample
+  ABORTED and is never trained on; many of them stop the run.
 
 The sections below: vime, the prompt, actions, the wire, observations, the episode, the reward.
 """
@@ -37,6 +37,7 @@ import textwrap
 import threading
 import time
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from tool_sandbox import CODE_TOOL, SYSTEM_PROMPT, TOOL_CONFIGS, SandboxError, tool_registry
@@ -318,6 +319,12 @@ def read_action(text: str, over: bool | None = None) -> Action:
     return _read_block(text, calls[0])._replace(made_up=made_up)
 
 
+def _final_action(text: str) -> Action:
+    """The action of a turn to which nothing will be added, whatever its strings wait for."""
+    action = read_action(text)
+    return read_action(text, over=True) if action.waits else action
+
+
 def postprocess_predictions(text: str) -> tuple[str | None, Any]:
     """("code", source), ("answer", what the box holds), ("tool", {"name", "arguments"}), or (None, "")."""
     action = read_action(text)
@@ -335,7 +342,7 @@ def postprocess_responses(text: str) -> str:
 
 async def execute_predictions(text: str) -> tuple[str, bool]:
     """(observation in its frame, done) for a whole turn; ("", True) for an answer. SandboxError as execute_tool."""
-    action = read_action(text, over=True)
+    action = _final_action(text)
     if action.kind == "answer":
         return "", True
     before, after = _frame(action.dialect, text)
@@ -583,7 +590,7 @@ def _source(code: str) -> str:
 
 
 def _load_json(text: str) -> Any:
-    """JSON that may hold raw control characters in its strings, and escapes that JSON does not know, kept as written."""
+    """JSON whose strings may hold raw control characters, and escapes that JSON does not know, kept as written."""
     try:
         return json.loads(text, strict=False)
     except json.JSONDecodeError:
@@ -623,12 +630,12 @@ class _Completion(NamedTuple):
 
 
 _REFUSALS = {
-    400: "The prompt may be longer than the engine takes: start it with --max-model-len (vime: --vllm-max-model-len) of "
-    "at least the rollout's context limit, {limit} tokens here.",
+    400: "The prompt may be longer than the engine takes: start it with --max-model-len (vime: --vllm-max-model-len) "
+    "of at least the rollout's context limit, {limit} tokens here.",
     403: "vLLM from 0.3x on serves this endpoint only if it is started with --enable-scale-out (vime: "
     "--vllm-enable-scale-out).",
-    404: "Either the engine serves another model than {model!r} (start it with this --served-model-name), or it is too "
-    "old for /inference/v1/generate.",
+    404: "Either the engine serves another model than {model!r} (start it with this --served-model-name), or it is "
+    "too old for /inference/v1/generate.",
 }
 _engine_answered = threading.Event()
 
@@ -778,17 +785,23 @@ async def _observe(action: Action) -> str:
     if action.kind == "tool":
         return await tool_registry.execute_tool(action.content["name"], action.content["arguments"])
     return (
-        f"Your previous action is invalid: {action.problem}. To run Python, call {CODE_TOOL} with the code; to answer, "
-        "write `Answer: \\boxed{...}`."
+        f"Your previous action is invalid: {action.problem}. To run Python, call {CODE_TOOL} with the code; "
+        "to answer, write `Answer: \\boxed{...}`."
     )
 
 
+_NOTE_CHARS = 40
+
+
 def shorten(text: str, most: int) -> str:
-    """At most `most` characters of the text, its head and its tail, and a note of what is left out between them."""
+    """The text in at most `most` characters: its head, a note of what is left out, its tail; "" if that cannot be."""
     if len(text) <= most:
         return text
-    head, tail = text[: (most + 1) // 2], text[len(text) - most // 2 :]
-    return f"{head}\n... {len(text) - most} characters left out ...\n{tail}"
+    kept = most - _NOTE_CHARS
+    if kept <= 0:
+        return ""
+    head, tail = text[: (kept + 1) // 2], text[len(text) - kept // 2 :]
+    return f"{head}\n... {len(text) - kept} characters left out ...\n{tail}"
 
 
 def _encode_observation(tokenizer, frame: tuple[str, str], body: str, room: int) -> tuple[str, list[int]]:
@@ -800,7 +813,7 @@ def _encode_observation(tokenizer, frame: tuple[str, str], body: str, room: int)
         ids = _encode(tokenizer, text)
         if len(ids) <= room or kept == 0:
             return text, ids
-        kept = kept * room // (len(ids) + 1) if kept > 64 else 0
+        kept = kept * room // (len(ids) + 1) if kept > _NOTE_CHARS else 0
 
 
 def _encode(tokenizer, text: str) -> list[int]:
@@ -839,13 +852,26 @@ class CallRecord(NamedTuple):
     output_chars: int
 
 
+class Turn(NamedTuple):
+    """What the model said until it was the loop's turn, or, with `cut_by`, the reason why it is to say no more."""
+
+    text: str
+    action: Action
+    cut_by: str | None = None
+
+
+@dataclass
 class Episode:
     """What the stages share while one sample is rolled out."""
 
-    def __init__(self, args, sample: Sample, state, params: dict[str, Any], limits: Limits):
-        self.args, self.sample, self.state, self.params, self.limits = args, sample, state, params, limits
-        self.turns = self.made_up = 0
-        self.calls: list[CallRecord] = []
+    args: Any
+    sample: Sample
+    state: Any
+    params: dict[str, Any]
+    limits: Limits
+    turns: int = 0
+    made_up: int = 0
+    calls: list[CallRecord] = field(default_factory=list)
 
     @property
     def aborting(self) -> bool:
@@ -869,20 +895,12 @@ async def generate(args, sample: Sample, sampling_params: dict[str, Any], evalua
     end, fault = "cancelled", None  # what holds if the task is cancelled at an await below
     try:
         while True:
-            turn, cut_by = await _sample_turn(episode)
-            if cut_by:
-                end = cut_by
+            turn = await _sample_turn(episode)
+            frame = _frame(turn.action.dialect, turn.text)
+            if reason := _end_reason(episode, turn, frame):
+                end = reason
                 break
-            action = read_action(turn, over=True)
-            if action.kind == "answer":
-                end = "answer"
-                break
-            frame = _frame(action.dialect, turn)
-            no_turn_follows = _no_turn_follows(episode, action, frame)
-            if no_turn_follows:
-                end = no_turn_follows
-                break
-            body = await _act(episode, action)
+            body = await _act(episode, turn.action)
             if episode.aborting:
                 end = "abort"
                 break
@@ -956,36 +974,35 @@ def _reset(sample: Sample) -> None:
     sample.metadata = {key: value for key, value in (sample.metadata or {}).items() if key != "retool"}
 
 
-async def _sample_turn(episode: Episode) -> tuple[str, str | None]:
-    """(the turn's text, None), or (what there is, end reason) where the turn cannot be acted on.
-
-    One request, and more only while the stop tag that ended it stands inside an unfinished string.
-    """
-    sample, limits = episode.sample, episode.limits
+async def _sample_turn(episode: Episode) -> Turn:
+    """One request, and more only while the stop tag that ended it stands inside an unfinished string."""
+    sample, limits, tokenizer = episode.sample, episode.limits, episode.state.tokenizer
     ids: list[int] = []
-    text = ""
-    for attempt in range(1, _MAX_REQUESTS_A_TURN + 1):
-        room = limits.room(sample)
+    turn = Turn("", Action(None))
+    for attempt in range(_MAX_REQUESTS_A_TURN):
+        room, binding = limits.room(sample), limits.binding(sample)
         if room <= 0:
-            return text, limits.binding(sample)
+            return turn._replace(cut_by=binding)
         if episode.aborting:
-            return text, "abort"
-        binding = limits.binding(sample)
+            return turn._replace(cut_by="abort")
         with trace_span(sample, "retool_turn", attrs={"turn": episode.turns, "max_new_tokens": room}):
             completion = await _complete(episode.args, sample, _params_for(episode, room))
         finish = completion.meta["finish_reason"]["type"]
         if finish == "abort":
-            return text, "abort"
-        said = episode.state.tokenizer.decode(completion.token_ids, skip_special_tokens=False)
+            return turn._replace(cut_by="abort")
+        said = tokenizer.decode(completion.token_ids, skip_special_tokens=False)
         _record(episode, completion.token_ids, said, completion.log_probs, completion.meta)
-        episode.turns += attempt == 1
+        episode.turns += attempt == 0
         if finish == "length":
-            return text, binding
+            return turn._replace(cut_by=binding)
         ids += completion.token_ids
-        text = episode.state.tokenizer.decode(ids, skip_special_tokens=False)
-        if not completion.token_ids or not read_action(text).waits:
+        text = tokenizer.decode(ids, skip_special_tokens=False)
+        turn = Turn(text, read_action(text))
+        if not turn.action.waits or not completion.token_ids:
             break
-    return text, None
+    action = _final_action(turn.text)
+    episode.made_up += action.made_up
+    return turn._replace(action=action)
 
 
 def _params_for(episode: Episode, room: int) -> dict[str, Any]:
@@ -1002,9 +1019,14 @@ def _record(episode: Episode, ids: list[int], text: str, log_probs: list[float] 
     )
 
 
-def _no_turn_follows(episode: Episode, action: Action, frame: tuple[str, str]) -> str | None:
-    """The reason why no turn can follow this one. Then nothing is executed: nobody would see its output."""
-    if action.kind and episode.sample.tool_call_count >= TOOL_CONFIGS["max_tool_calls"]:
+def _end_reason(episode: Episode, turn: Turn, frame: tuple[str, str]) -> str | None:
+    """Why this turn is the last, None if one follows. Without a turn behind it an action is not executed: nobody would
+    see its output."""
+    if turn.cut_by:
+        return turn.cut_by
+    if turn.action.kind == "answer":
+        return "answer"
+    if turn.action.kind and episode.sample.tool_call_count >= TOOL_CONFIGS["max_tool_calls"]:
         return "call_cap"
     if episode.turns >= TOOL_CONFIGS["max_turns"]:
         return "turn_cap"
@@ -1015,7 +1037,6 @@ def _no_turn_follows(episode: Episode, action: Action, frame: tuple[str, str]) -
 
 async def _act(episode: Episode, action: Action) -> str:
     """The observation's body, and a record of the call if the action is one."""
-    episode.made_up += action.made_up
     if not action.kind:
         return await _observe(action)
     sample = episode.sample
@@ -1079,7 +1100,7 @@ def _count_failures(fault: Exception | None) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The reward: DAPO's strict box on the model's own words (Yu et al. 2025), with ReTool's nudge towards calling the tool.
+# The reward: DAPO's strict box on the model's own words (Yu et al. 2025), with a nudge towards calling the tool.
 # ---------------------------------------------------------------------------------------------------------------------
 
 # The loop's own observations, exactly as it frames them. Tool output cannot hold a frame: it is neutralized.

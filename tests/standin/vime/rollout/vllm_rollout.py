@@ -1,4 +1,4 @@
-"""vime's rollout half for the plugin: the shared state, the parameter mapping, and generation followed by the reward."""
+"""vime's rollout half: the shared state, the mapping of parameters, and generation followed by the reward."""
 
 from __future__ import annotations
 

@@ -111,7 +111,9 @@ class Sample:
         if tokens:
             self.tokens += tokens
             self.response_length += len(tokens)
-            self.loss_mask = ([1] * before if self.loss_mask is None else self.loss_mask) + [int(trainable)] * len(tokens)
+            self.loss_mask = ([1] * before if self.loss_mask is None else self.loss_mask) + [int(trainable)] * len(
+                tokens
+            )
         if log_probs is not None:
             if self.rollout_log_probs is None:
                 if trainable and before:

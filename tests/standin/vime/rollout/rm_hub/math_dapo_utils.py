@@ -17,8 +17,8 @@ _REPLACED = (
     ("\\text{m}", "\\text{}"),
 )
 _UNITS = (
-    "square ways integers dollars mph inches hours km units \\ldots sue points feet minutes digits cents degrees cm gm "
-    "pounds meters meals edges students childrentickets multiples \\text{s} \\text{.}"
+    "square ways integers dollars mph inches hours km units \\ldots sue points feet minutes digits cents degrees cm "
+    "gm pounds meters meals edges students childrentickets multiples \\text{s} \\text{.}"
 ).split() + ["\\text{\ns}"]
 _UNITS += ["\\text{}^2", "\\text{}^3", "\\text{\n}", "\\text{}", "\\mathrm{th}", "^\\circ", "^{\\circ}"]
 _UNITS += ["\\;", ",\\!", "{,}", '"', "\\dots", "<|im_end|>", "<|endoftext|>"]
