@@ -1,14 +1,13 @@
-"""rl_data_preprocess: published layouts, duplicates, contradictions, exclusion, bad rows, and memory on a large file."""
+"""rl_data_preprocess: published layouts, duplicates, contradictions, exclusion, bad rows, memory on a large file."""
 
 import json
 import resource
-import subprocess
-import sys
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from data_helpers import run_script, write_jsonl
 from data_io import RowError
 from hypothesis import given
 from hypothesis import strategies as st
@@ -160,25 +159,11 @@ def test_evaluation_problems_are_told_by_their_content(one, other, same):
     assert (evaluation_key(one) == evaluation_key(other)) is same
 
 
-# The script as a user runs it ------------------------------------------------------------------------------------------
+# The script as a user runs it ----------------------------------------------------------------------------------------
 
 
 def run(tmp_path, *arguments, **options):
-    return subprocess.run(
-        [sys.executable, str(SCRIPT), *map(str, arguments)],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        env={"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"},
-        **options,
-    )
-
-
-def write_jsonl(path: Path, rows) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join((r if isinstance(r, str) else json.dumps(r)) + "\n" for r in rows), encoding="utf-8")
-    return path
+    return run_script(SCRIPT, tmp_path, *arguments, **options)
 
 
 def read_jsonl(path: Path) -> list:

@@ -1,12 +1,11 @@
 """sft_data_processing: every form of a published row, what must be refused and why, and the file that vime reads."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+from data_helpers import run_script, write_jsonl
 from data_io import RowError
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,8 +15,8 @@ from tool_sandbox import SYSTEM_PROMPT, tool_registry
 SCRIPT = Path(__file__).resolve().parent.parent / "examples" / "retool" / "sft_data_processing.py"
 PREAMBLE = (
     "Think about the problem and write Python where it helps. Put code into <code> and </code>; what it prints comes "
-    "back in <interpreter> and </interpreter>.\nThe last part has this form:\n<answer>\n\\boxed{'The final answer goes "
-    "here.'}\n</answer>\n\n*user question:*\n"
+    "back in <interpreter> and </interpreter>.\nThe last part reads\n<answer>\n\\boxed{'The answer'}\n</answer>\n"
+    "\n*user question:*\n"
 )
 REMINDER = (
     "\n\nRemember to place the final answer in the last part using the format: \n<answer>\n\\boxed{'The final answer "
@@ -316,24 +315,11 @@ def test_boxes(text, found):
     assert boxes(text) == found
 
 
-# The script as a user runs it ------------------------------------------------------------------------------------------
+# The script as a user runs it ----------------------------------------------------------------------------------------
 
 
-def run(tmp_path, *arguments, **environment):
-    return subprocess.run(
-        [sys.executable, str(SCRIPT), *map(str, arguments)],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "HF_HUB_OFFLINE": "1", **environment},
-    )
-
-
-def write_jsonl(path: Path, rows) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join((r if isinstance(r, str) else json.dumps(r)) + "\n" for r in rows), encoding="utf-8")
-    return path
+def run(tmp_path, *arguments, **options):
+    return run_script(SCRIPT, tmp_path, *arguments, **options)
 
 
 def write_parquet(path: Path, rows) -> Path:

@@ -4,13 +4,13 @@
     row  ->  Problem(text, label)  ->  first pass: candidates on disk, labels by key  ->  second pass: output
 
 The published training file repeats some 17 thousand problems over 1.79 million rows, and wraps each in two sentences
-that ask for the line "Answer: $Answer". Here every problem is kept once, in the order of first appearance, without those
-sentences (the system text of RL asks for the answer), with its label as a string. A problem that comes with two different
-labels cannot be scored, so all of it is left out, and so is a problem of an evaluation file given by --exclude. Whatever is
-left out is counted and printed.
+that ask for the line "Answer: $Answer". Here every problem is kept once, in the order of first appearance, without
+those sentences (the system text of RL asks for the answer), with its label as a string. A problem that comes with two
+different labels cannot be scored, so all of it is left out, and so is a problem of an evaluation file given by
+--exclude. Whatever is left out is counted and printed.
 
-Invariant: memory holds one key and one label per different problem, never the texts, so it does not grow with the rows;
-that a problem is contradicted is known only at the end, hence the second pass over the candidates.
+Invariant: memory holds one key and one label per different problem, never the texts, so it does not grow with the
+rows; that a problem is contradicted is known only at the end, hence the second pass over the candidates.
 """
 
 import argparse

@@ -3,16 +3,17 @@
 
     row {"messages": [user, assistant]}  ->  Blocks of the assistant text  ->  {"messages", "tools"}
 
-The published rows write code and its output inline, in one assistant text. In the default dialect `tool_call` each row
-becomes the conversation that RL will have: the system text and tools of `tool_sandbox`, the bare question, one assistant
-message per tool call in the form Qwen's chat template gives it, one tool message per output, and a last assistant
-message that ends in `Answer: \\boxed{...}`. Tool output is then never trained on, and the token ids are those that
-`generate_with_retool.generate` builds (with vime's loss mask type `qwen`). Dialect `code` keeps the published text, in
-which the interpreter's words are trained on like the model's.
+The published rows write code and its output inline, in one assistant text. In the default dialect `tool_call` each
+row becomes the conversation that RL will have: the system text and tools of `tool_sandbox`, the bare question, one
+assistant message per tool call in the form Qwen's chat template gives it, one tool message per output, and a last
+assistant message that ends in `Answer: \\boxed{...}`. Tool output is then never trained on, and the token ids are
+those that `generate_with_retool.generate` builds (with vime's loss mask type `qwen`). Dialect `code` keeps the
+published text, in which the interpreter's words are trained on like the model's.
 
-Invariant: what a row says is kept, to the character inside code and output; only layout between the blocks changes (and
-words between a code block and its output move behind the output, because in RL nothing follows a call). A row for which
-that cannot be done is reported with its place and reason. More than one bad row in a hundred: nothing is written.
+Invariant: what a row says is kept, to the character inside code and output; only layout between the blocks changes
+(and words between a code block and its output move behind the output, because in RL nothing follows a call). A row
+for which that cannot be done is reported with its place and reason. More than one bad row in a hundred: nothing is
+written.
 """
 
 import argparse
@@ -28,7 +29,7 @@ from typing import Literal, NamedTuple
 import pyarrow as pa
 import pyarrow.parquet as pq
 from data_io import BadRows, DataError, RowError, atomic_output, find_data_files, read_rows, readable, run_script
-from tool_sandbox import SYSTEM_PROMPT, tool_registry
+from tool_sandbox import CODE_TOOL, SYSTEM_PROMPT, tool_registry
 
 DIALECTS = ("tool_call", "code")
 DEFAULT_TOKENIZER = "/root/Qwen/Qwen3-4B-Instruct-2507"
@@ -207,7 +208,7 @@ def _trim(text: str) -> str:
 
 def tool_call_text(code: str) -> str:
     """A call of the interpreter, written as Qwen's chat template writes an entry of `tool_calls`."""
-    call = {"name": "code_interpreter", "arguments": {"code": code}}
+    call = {"name": CODE_TOOL, "arguments": {"code": code}}
     return f"<tool_call>\n{json.dumps(call, ensure_ascii=False)}\n</tool_call>"
 
 
@@ -313,7 +314,7 @@ def _lengths(rows: list[dict], tokenizer_directory: str) -> tuple[list[int], str
     """Sorted lengths of the conversations, and in what they are counted."""
     if not Path(tokenizer_directory).is_dir():
         print(
-            f"warning: lengths are in characters: no tokenizer in {tokenizer_directory}, give one with --tokenizer DIR",
+            f"warning: lengths are in characters: no tokenizer in {tokenizer_directory}; --tokenizer DIR names one",
             file=sys.stderr,
         )
         return sorted(sum(len(message["content"]) for message in row["messages"]) for row in rows), "characters"
