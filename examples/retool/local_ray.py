@@ -1,0 +1,257 @@
+#!/usr/bin/env python3
+"""Run one command against a Ray cluster of its own, on loopback, and leave nothing of that cluster behind.
+
+    python3 local_ray.py --num-gpus 8 -- ray job submit -- python3 train.py ...
+
+    this process (subreaper) --+-- ray start --head --block --+-- gcs_server, raylet, dashboard
+                               |                              +-- workers, job, and whatever those start
+                               +-- the command, with RAY_ADDRESS set to the cluster
+
+Contract: exits with the command's code; on SIGINT, SIGTERM or SIGHUP with 128 + signal. Either way every process that
+came from here is ended, and no other. `ray stop` ends every Ray process of the machine, other users' clusters
+included; Ray's own shutdown leaves detached processes (an inference engine, say) alive. A subreaper inherits all
+orphans below it, so that its descendants are exactly what it started, however they daemonized.
+
+The wandb key, if WANDB_KEY is set, reaches the workers as WANDB_API_KEY in the environment they inherit. It must not
+go into Ray's runtime env: that is on the command line of each worker while it starts, and in the dashboard.
+"""
+
+import argparse
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from shutil import rmtree
+from typing import NamedTuple
+
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
+START_SECONDS = 120.0
+STOP_SECONDS = 15.0
+LOOPBACK = "127.0.0.1"
+# Ray's sockets lie some 60 characters below its directory, and a socket's path may have 107.
+LONGEST_TEMP_DIRECTORY = 25
+# Ray hands out these ports to workers and refuses to use one of them for a service.
+RAY_WORKER_PORTS = range(10002, 20000)
+
+
+class ClusterError(Exception):
+    """The cluster did not come up; the message is one line that says where to look."""
+
+
+class Stopped(BaseException):
+    """A signal asked this process to stop."""
+
+    def __init__(self, number: int):
+        super().__init__(number)
+        self.number = number
+
+
+class Ports(NamedTuple):
+    dashboard: int
+    client_server: int
+
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def main() -> int:
+    args = _parse_args()
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+    directory = Path(tempfile.mkdtemp(prefix="retool-ray-", dir=_short_temp_directory()))
+    code = 1
+    try:
+        for number in STOP_SIGNALS:
+            signal.signal(number, _stop)
+        code = _run(args.command, args.num_gpus, directory)
+    except Stopped as stopped:
+        code = 128 + stopped.number
+    except (ClusterError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+    finally:
+        _ignore_signals()
+        _end_descendants()
+    if code == 0 or code > 128:
+        rmtree(directory, ignore_errors=True)
+    else:
+        print(f"Ray's logs: {directory}/session_latest/logs", file=sys.stderr)
+    return code
+
+
+def _run(command: list[str], num_gpus: int, directory: Path) -> int:
+    """Start the cluster, run the command against it, return the command's code."""
+    environment = cluster_environment(os.environ)
+    ports = _free_ports()
+    cluster = _start_cluster(num_gpus, ports, directory, environment)
+    _wait_until_up(cluster, ports.dashboard, directory)
+    client = {**environment, "RAY_ADDRESS": f"http://{LOOPBACK}:{ports.dashboard}"}
+    client.pop("WANDB_API_KEY", None)  # the cluster has it, the client needs none
+    code = subprocess.Popen(command, env=client, start_new_session=True).wait()
+    _ignore_signals()
+    return code if code >= 0 else 128 - code
+
+
+def _parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Run a command against a Ray cluster of its own.")
+    parser.add_argument("--num-gpus", type=int, required=True)
+    parser.add_argument("command", nargs="+", help="with RAY_ADDRESS set to the cluster's address")
+    return parser.parse_args()
+
+
+def _stop(number: int, _frame) -> None:
+    _ignore_signals()
+    raise Stopped(number)
+
+
+def _ignore_signals() -> None:
+    """From here on only the clean-up runs, which a second Ctrl-C must not cut short."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _prctl(option: int, value: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, value, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), f"prctl({option}) failed")
+
+
+def _short_temp_directory() -> str:
+    directory = tempfile.gettempdir()
+    return directory if len(directory) <= LONGEST_TEMP_DIRECTORY else "/tmp"
+
+
+def _free_ports() -> Ports:
+    """Ports that are free now; all sockets are held until all are found, so that no two are the same."""
+    held: list[socket.socket] = []
+    found: list[int] = []
+    try:
+        while len(found) < len(Ports._fields):
+            sock = socket.socket()
+            held.append(sock)
+            sock.bind((LOOPBACK, 0))
+            port = sock.getsockname()[1]
+            if port not in RAY_WORKER_PORTS:
+                found.append(port)
+    finally:
+        for sock in held:
+            sock.close()
+    return Ports(*found)
+
+
+def cluster_environment(base: Mapping[str, str]) -> dict[str, str]:
+    """The environment of the cluster: loopback only, and the wandb key under the name wandb reads."""
+    environment = dict(base)
+    for name in ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS"):
+        environment.pop(name, None)
+    if key := environment.pop("WANDB_KEY", ""):
+        environment["WANDB_API_KEY"] = key
+    for name in ("no_proxy", "NO_PROXY"):
+        environment[name] = ",".join(filter(None, [environment.get(name), LOOPBACK, "localhost"]))
+    environment |= {
+        # Without it Ray replaces 127.0.0.1 by the machine's address and listens, without authentication, for everyone.
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+        # At the end there is nothing to wait for, and Ray would wait for half a minute.
+        "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
+    }
+    environment.setdefault("VIME_HOST_IP", LOOPBACK)  # where vime's engines and router listen
+    return environment
+
+
+def _start_cluster(num_gpus: int, ports: Ports, directory: Path, environment: dict[str, str]) -> subprocess.Popen:
+    command = ["ray", "start", "--head", "--block", "--disable-usage-stats"]
+    command += ["--node-ip-address", LOOPBACK, "--port", "0", "--num-gpus", str(num_gpus)]
+    command += ["--dashboard-host", LOOPBACK, "--dashboard-port", str(ports.dashboard)]
+    command += ["--ray-client-server-port", str(ports.client_server), "--dashboard-agent-listen-port", "0"]
+    command += ["--temp-dir", str(directory)]
+    with open(directory / "ray_start.log", "wb") as log:
+        return subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # Ctrl-C in the terminal reaches this process alone, which ends the rest in order
+            preexec_fn=lambda: _prctl(PR_SET_PDEATHSIG, signal.SIGTERM),  # if this process is killed outright
+        )
+
+
+def _wait_until_up(cluster: subprocess.Popen, port: int, directory: Path) -> None:
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline:
+        if cluster.poll() is not None:
+            raise ClusterError(f"Ray ended while starting: {_last_line(directory / 'ray_start.log')}")
+        try:
+            with opener.open(f"http://{LOOPBACK}:{port}/api/version", timeout=2):
+                return
+        except (urllib.error.URLError, OSError):
+            time.sleep(0.5)
+    raise ClusterError(f"Ray did not answer within {START_SECONDS:.0f} s, see {directory}/ray_start.log")
+
+
+def _last_line(log: Path) -> str:
+    lines = log.read_text(errors="replace").strip().splitlines()
+    return lines[-1] if lines else f"no output in {log}"
+
+
+def _end_descendants() -> None:
+    """End every process below this one: first the cluster's own shutdown, then what is left, then by force."""
+    for number, seconds in ((signal.SIGTERM, STOP_SECONDS), (signal.SIGKILL, STOP_SECONDS)):
+        deadline = time.monotonic() + seconds
+        signalled: set[int] = set()
+        while pids := set(_descendants()):
+            for pid in pids - signalled:
+                _signal(pid, number)
+            # A process that is killed can have started another since the list was made: look until none is left.
+            signalled = set() if number == signal.SIGKILL else signalled | pids
+            _reap()
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.1)
+
+
+def _signal(pid: int, number: int) -> None:
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        pass
+
+
+def _reap() -> None:
+    try:
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    except ChildProcessError:
+        pass
+
+
+def _descendants() -> Iterator[int]:
+    """The processes below this one, zombies left out."""
+    children: dict[int, list[int]] = {}
+    for entry in os.scandir("/proc"):
+        if not entry.name.isdigit():
+            continue
+        try:
+            # The name of a process stands in parentheses and may hold any character, so count from the last one.
+            state, parent = Path(entry.path, "stat").read_text(errors="replace").rpartition(")")[2].split()[:2]
+        except (OSError, ValueError):
+            continue  # it has ended meanwhile
+        children.setdefault(int(parent), []).append(int(entry.name) if state != "Z" else -int(entry.name))
+    pending = [os.getpid()]
+    while pending:
+        for pid in children.get(pending.pop(), []):
+            pending.append(abs(pid))
+            if pid > 0:
+                yield pid
+
+
+if __name__ == "__main__":
+    sys.exit(main())
