@@ -6,7 +6,7 @@ end of the control socket.
 
     host -- control (SEQPACKET) --------------> worker   a JSON record of settings, answered by a JSON record
          -- control: b"F" + a descriptor -----> worker   fork a child that owns this descriptor
-         -- call (SEQPACKET, the descriptor) -> child    one record: the source
+         -- call (SEQPACKET, the descriptor) -> child    one record: where its last expression is, the source
          <- call ------------------------------ child    records: a letter, then bytes (below)
          <- call ------------------------------ worker   b"X" + exit status, after the child was reaped
     host shuts its sending side of the call --> worker   the time is up: the child is told to flush its output
@@ -43,7 +43,6 @@ import io
 import json
 import os
 import platform
-import random
 import resource
 import select
 import signal
@@ -52,11 +51,16 @@ import struct
 import sys
 import traceback
 import types
-from ast import Expr, Interactive, PyCF_ONLY_AST
 from typing import NamedTuple
 
+# `random` would seed itself anew in each child, from 2500 random bytes; `seed` below does it at a third of the cost.
+_register_at_fork, os.register_at_fork = os.register_at_fork, lambda **_: None
+import random
+
+os.register_at_fork = _register_at_fork
+
 RECORD_BYTES = 16384  # the largest record of a child; the host reads one record per system call
-SOURCE_BYTES = 1 << 18  # larger than any source the host lets through
+REQUEST_BYTES = 1 << 16  # the largest that the host sends
 SETUP_FAILED = 70  # exit status of a child that could not confine itself; its source stays unread
 CHATTY_RECORDS = 64  # records after which output is flushed by a timer and no longer at each line
 FLUSH_SECONDS = 0.05
@@ -112,10 +116,13 @@ class Missing(Exception):
 
 
 _libc = ctypes.CDLL(None, use_errno=True)
-_libc.syscall.restype = ctypes.c_long
+_libc.syscall.argtypes, _libc.syscall.restype = [ctypes.c_long] * 6, ctypes.c_long
+_libc.prctl.argtypes = [ctypes.c_int] + [ctypes.c_ulong] * 4
 
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_CAPBSET_DROP, PR_SET_SECUREBITS = 1, 4, 22, 24, 28
 PR_SET_NO_NEW_PRIVS = 38
+SECUREBITS_LOCKED = 0xEF  # root is no special user, a change of user grants nothing, and neither can be undone
+SFD_NONBLOCK, SFD_CLOEXEC = os.O_NONBLOCK, os.O_CLOEXEC
 SYS_LANDLOCK_CREATE, SYS_LANDLOCK_ADD, SYS_LANDLOCK_RESTRICT = 444, 445, 446
 CLONE_NEWNS, CLONE_NEWCGROUP, CLONE_NEWUTS, CLONE_NEWIPC = 0x00020000, 0x02000000, 0x04000000, 0x08000000
 CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
@@ -128,8 +135,8 @@ def _check(result: int, what: str) -> int:
     return result
 
 
-def _prctl(option: int, argument=0, pointer=None) -> None:
-    _check(_libc.prctl(option, ctypes.c_ulong(argument), pointer, None, None), f"prctl {option}")
+def _prctl(option: int, argument: int, address: int = 0) -> None:
+    _check(_libc.prctl(option, argument, address, 0, 0), f"prctl {option}")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -151,7 +158,7 @@ CHILD_CALLS = {
 }  # fmt: skip
 WORKER_CALLS = {
     "clone": (56, 220), "fork": (57, None), "wait4": (61, 260), "waitid": (247, 95), "kill": (62, 129),
-    "prctl": (157, 167), "setpgid": (109, 154), "sched_setscheduler": (144, 119), "prlimit64": (302, 261),
+    "prctl": (157, 167), "setpgid": (109, 154), "prlimit64": (302, 261),
     "recvmsg": (47, 212), "epoll_ctl": (233, 21), "epoll_wait": (232, None), "epoll_pwait": (281, 22),
     "close_range": (436, 436), "landlock_restrict_self": (446, 446),
 }  # fmt: skip
@@ -217,7 +224,7 @@ def _child_filter(machine: str) -> _Program:
 
 
 def _install(program: _Program) -> None:
-    _prctl(PR_SET_SECCOMP, 2, ctypes.byref(program))
+    _prctl(PR_SET_SECCOMP, 2, ctypes.addressof(program))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -232,18 +239,21 @@ QUIET_FROM_ABI, QUIET = 7, 1  # denials are not written to the kernel's audit lo
 
 def _ruleset(readable: list[str]) -> tuple[int, int]:
     """(descriptor, ABI) of a ruleset that denies everything but reading below `readable`."""
-    abi = _check(_libc.syscall(SYS_LANDLOCK_CREATE, None, 0, 1), "Landlock")
+    abi = _check(_libc.syscall(SYS_LANDLOCK_CREATE, 0, 0, 1, 0, 0), "Landlock")
     rights = sum(bits for since, bits in FILE_RIGHTS.items() if abi >= since)
     attributes = struct.pack("=Q", rights)
     if abi >= 4:
         attributes += struct.pack("=Q", TCP_BIND_CONNECT)
     if abi >= 6:
         attributes += struct.pack("=Q", ABSTRACT_SOCKETS_AND_SIGNALS)
-    ruleset = _check(_libc.syscall(SYS_LANDLOCK_CREATE, attributes, len(attributes), 0), "Landlock ruleset")
+    memory = ctypes.create_string_buffer(attributes, len(attributes))
+    ruleset = _libc.syscall(SYS_LANDLOCK_CREATE, ctypes.addressof(memory), len(attributes), 0, 0, 0)
+    _check(ruleset, "Landlock ruleset")
     for path in readable:
         parent = os.open(path, os.O_PATH | os.O_CLOEXEC)
-        rule = struct.pack("=Qi", READ_RIGHTS, parent)
-        _check(_libc.syscall(SYS_LANDLOCK_ADD, ruleset, 1, rule, 0), f"Landlock rule for {path}")
+        rule = ctypes.create_string_buffer(struct.pack("=Qi", READ_RIGHTS, parent))
+        added = _libc.syscall(SYS_LANDLOCK_ADD, ruleset, 1, ctypes.addressof(rule), 0, 0)
+        _check(added, f"Landlock rule for {path}")
         os.close(parent)
     return ruleset, abi
 
@@ -315,9 +325,9 @@ def change_user(user_id: int, readable: list[str]) -> None:
 def drop_capabilities() -> None:
     """Empty every capability set; securebits and the bounding set only where there was something to lose."""
     for capability in range(64):
-        if _libc.prctl(PR_CAPBSET_DROP, ctypes.c_ulong(capability), None, None, None) != 0:
+        if _libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0) != 0:
             break
-    _libc.prctl(PR_SET_SECUREBITS, ctypes.c_ulong(0b111_11_1111 & 0xEF), None, None, None)
+    _libc.prctl(PR_SET_SECUREBITS, SECUREBITS_LOCKED, 0, 0, 0)
     header, none = struct.pack("=Ii", 0x20080522, 0), bytes(24)
     _check(_libc.capset(header, none), "capset")
 
@@ -360,6 +370,7 @@ def confine(settings: Settings, missing: dict[str, str]) -> Confinement:
             return None
 
     prefer_for_oom_kill()
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # waking children do not push the event loop aside
     readable = _library_directories(settings.paths) if settings.libraries else []
     ruleset, abi = layer("landlock", _ruleset, readable) or (None, 0)
     layer("limits", limit_resources, settings.memory_bytes)
@@ -384,12 +395,13 @@ def confine(settings: Settings, missing: dict[str, str]) -> Confinement:
 
 
 def confine_child(confinement: Confinement) -> None:
-    """The layers that part a call from the worker and from its siblings."""
+    """The layers that part a call from the worker and from its siblings; its filter follows as the last step."""
     if confinement.limits:
         resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
         resource.setrlimit(resource.RLIMIT_NOFILE, (CHILD_DESCRIPTORS, CHILD_DESCRIPTORS))
     if confinement.ruleset is not None:
-        _check(_libc.syscall(SYS_LANDLOCK_RESTRICT, confinement.ruleset, confinement.ruleset_flags), "Landlock")
+        flags = confinement.ruleset_flags
+        _check(_libc.syscall(SYS_LANDLOCK_RESTRICT, confinement.ruleset, flags, 0, 0, 0), "Landlock")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -465,39 +477,47 @@ def describe(error: BaseException, source: str) -> str:
     return "\n".join([*heading, *shown, _shorten(message, MESSAGE_CHARS)])
 
 
-def execute(source: str, namespace: dict) -> tuple[bytes, str]:
-    """Run the code as a notebook cell: (letter of the last record, its text)."""
+def execute(request: bytes, namespace: dict) -> tuple[bytes, str]:
+    """Run the code as a notebook cell, which shows a last expression's value: (letter of the last record, its text).
+
+    `request` is the first and the last byte of that expression (0 0: there is none), a line break, and the source. So
+    the child needs no syntax tree, which would take as long to build as all the rest of a short call.
+    """
+    positions, _, source = request.partition(b"\n")
+    start, end = map(int, positions.split())
     try:
-        tree = compile(source, SOURCE_NAME, "exec", PyCF_ONLY_AST, dont_inherit=True)
-        last = [tree.body.pop()] if tree.body and isinstance(tree.body[-1], Expr) else []
-        body = compile(tree, SOURCE_NAME, "exec", dont_inherit=True)
-        shown = compile(Interactive(last), SOURCE_NAME, "single", dont_inherit=True)
-        exec(body, namespace)
-        exec(shown, namespace)
+        body = source[:start].rstrip(b" \t\n\\;") if end else source
+        program = compile(body, SOURCE_NAME, "exec", dont_inherit=True)
+        value = None
+        if end:
+            lines_before = b"\n" * source.count(b"\n", 0, start)
+            value = compile(b"%b(%b\n)" % (lines_before, source[start:end]), SOURCE_NAME, "eval", dont_inherit=True)
+        exec(program, namespace)
+        if value is not None:
+            sys.displayhook(eval(value, namespace))
     except SystemExit as error:
         if error.code not in (None, 0):
             return b"E", f"SystemExit: {_shorten(str(error.code), MESSAGE_CHARS)}"
     except MemoryError as error:
         namespace.clear()  # what the code holds may leave no memory to say so
-        return b"M", describe(error, source)
+        return b"M", describe(error, source.decode())
     except BaseException as error:
-        return b"E", describe(error, source)
+        return b"E", describe(error, source.decode())
     return b"D", ""
 
 
 def run_call(call: int, namespace: dict) -> None:
-    """Read the source from `call`, run it, send the records. The process ends behind this."""
-    source = os.read(call, SOURCE_BYTES)
-    if not source:
+    """Read the request from `call`, run it, send the records. The process ends behind this."""
+    request = os.read(call, REQUEST_BYTES)
+    if not request:
         return  # the host has no use for this child any more
     STDOUT.buffer.raw.call = STDERR.buffer.raw.call = call
     try:
-        letter, text = execute(source.decode("utf-8", "surrogatepass"), namespace)
+        letter, text = execute(request, namespace)
     except MemoryError:
         letter, text = b"M", "MemoryError"
     except BaseException as error:  # the description itself failed, in an exception's own methods for example
         letter, text = b"E", type(error).__name__
-    signal.setitimer(signal.ITIMER_REAL, 0)
     _flush()
     os.write(call, letter + text.encode("utf-8", "backslashreplace")[: RECORD_BYTES - 1])
 
@@ -508,6 +528,7 @@ def run_call(call: int, namespace: dict) -> None:
 
 def preload(settings: Settings) -> None:
     """Import everything that calls may need, and warm up what is slow when used for the first time."""
+    sys.stdin, sys.stdout, sys.stderr = None, STDOUT, STDERR
     sys.path.extend(settings.paths)
     for name in (*settings.modules, *LATE_MODULES, *settings.libraries):
         try:
@@ -521,20 +542,28 @@ def preload(settings: Settings) -> None:
     builtins.exit = builtins.quit = sys.exit
     if hasattr(sys, "set_int_max_str_digits"):
         sys.set_int_max_str_digits(0)  # number theory prints long integers; the clock bounds what that costs
-    sys.stdin, sys.stdout, sys.stderr = None, STDOUT, STDERR
-    execute("def f(x):\n    return x\nf(1)\nf(1) == 2 and f'{1}'\n'' if f(0) else None", {})
+    execute(b"0 0\ndef f(x):\n    return x\nf(1) == 2 and f'{1}'", {})
+    execute(b"0 4\nNone", {})
 
 
 def random_states() -> list:
-    """Every generator that libraries hold, so that a child can seed it anew; `random` itself does so on its own."""
+    """Every generator that Python code holds, for children to seed."""
     return [state for state in gc.get_objects() if isinstance(state, random.Random)]
 
 
 def seed(states: list) -> None:
+    """Give this child random states of its own."""
     for state in states:
-        state.seed()
+        random.Random.seed(state, int.from_bytes(os.urandom(32), "little"))
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed()
+
+
+def child_signals() -> int:
+    """A descriptor that becomes readable when a child ends; a Python handler would have to be undone in each child."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
+    signals = struct.pack("=Q", 1 << (signal.SIGCHLD - 1)).ljust(128, b"\0")
+    return _check(_libc.signalfd(-1, signals, SFD_NONBLOCK | SFD_CLOEXEC), "signalfd")
 
 
 class Worker:
@@ -550,25 +579,24 @@ class Worker:
             {}
         )  # by descriptor: the worker's copy of it, the child's process id
         self.descriptors: dict[int, int] = {}  # by process id
-        self.epoll = select.epoll()
-        self.wake, wake_writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        signal.set_wakeup_fd(wake_writer, warn_on_full_buffer=False)
-        signal.signal(signal.SIGCHLD, lambda *_: None)  # what matters is the byte on the pipe
         signal.signal(signal.SIGALRM, _flush)
         signal.signal(signal.SIGUSR1, _time_is_up)
+        self.ended = child_signals()
+        self.epoll = select.epoll()
         self.epoll.register(control, select.EPOLLIN)
-        self.epoll.register(self.wake, select.EPOLLIN)
+        self.epoll.register(self.ended, select.EPOLLIN)
 
     def serve(self, confinement: Confinement) -> None:
         """Until the host closes the control socket or dies."""
         self.confinement = confinement
+        self.last_own = max(self.epoll.fileno(), confinement.ruleset or 0)
         while True:
             events = dict(self.epoll.poll())
-            forks, ended = events.pop(self.control.fileno(), 0), events.pop(self.wake, 0)
+            forks, ended = events.pop(self.control.fileno(), 0), events.pop(self.ended, 0)
             for descriptor, event in events.items():  # before a number can be used again by what follows
                 self.host_moved(descriptor, event)
             if ended:
-                os.read(self.wake, 4096)
+                os.read(self.ended, 4096)
                 self.reap()
             if forks:
                 request, descriptors, _, _ = socket.recv_fds(self.control, 16, 1)
@@ -593,16 +621,14 @@ class Worker:
         self.epoll.register(call, select.EPOLLRDHUP)
 
     def become_child(self, call: int) -> None:
+        """Every page that this touches is copied for the child, so it is short."""
         os.setpgid(0, 0)
         _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # the event loop and the trainer come first
         seed(self.states)
         confine_child(self.confinement)
-        highest = max([call, self.control.fileno(), self.wake, self.epoll.fileno(), *self.calls])
+        highest = max(call, self.last_own, *self.calls)
         os.closerange(0, call)
-        os.closerange(call + 1, highest + 4)  # the wake pipe's other end and the ruleset lie between these
+        os.closerange(call + 1, highest + 1)
         if self.confinement.child_filter is not None:
             _install(self.confinement.child_filter)
 
@@ -653,7 +679,7 @@ class Worker:
 
 def main() -> None:
     control = socket.socket(fileno=int(sys.argv.pop()))
-    settings = Settings(**json.loads(control.recv(SOURCE_BYTES)))
+    settings = Settings(**json.loads(control.recv(REQUEST_BYTES)))
     try:
         missing = {name: "switched off" for name in settings.disabled}
         if "namespaces" not in missing:

@@ -57,9 +57,9 @@ TOOL_CONFIGS: dict[str, Any] = {
     "max_turns": 20,
     "max_tool_calls": 16,
     "tool_concurrency": 32,
-    # Seconds of wall clock. What ends at all ends in a small part of this, and a batch waits for its slowest sample.
+    # Seconds of wall clock: what ends at all ends in a part of this, and a batch waits for its slowest sample.
     "python_timeout": 10.0,
-    # What one call may map beside the interpreter; with all calls at their limit it is 32 GB of a trainer's memory.
+    # What one call may map beside the interpreter. With all calls at their limit it is 32 GB of the machine's memory.
     "python_memory_limit": "1GB",
     # Digits are a token each: 4000 characters are about half of the published response budget of 8192 tokens.
     "max_output_chars": 4000,
@@ -67,7 +67,8 @@ TOOL_CONFIGS: dict[str, Any] = {
     "max_failure_rate": 0.5,
 }
 
-# What the model is told, by SFT and RL alike, so it stands where both can import it without vime. The reward reads the box.
+# What the model is told, by SFT and RL alike, so it stands where both can import it without vime. The reward reads the
+# box.
 SYSTEM_PROMPT = (
     "You are a helpful assistant that solves math problems step by step. Whenever a calculation, a search over cases or a "
     "check would help, call the code_interpreter tool with a short Python program: you are shown what it prints, and "
@@ -162,9 +163,9 @@ SEMAPHORE = _ProcessSemaphore(TOOL_CONFIGS["tool_concurrency"])
 # ---------------------------------------------------------------------------------------------------------------------
 # Policy: which source may run. It reads the syntax tree and never text, and it is the first layer, not the wall.
 
-MAX_CODE_CHARS = 50_000
-# Mathematics and what goes with it. None of these gives files, processes or the interpreter away by a public name that
-# is not refused below. Left out: sys, os, io (opens files), types (builds code), inspect, gc, pickle, threading.
+MAX_CODE_BYTES = 60_000
+# Mathematics and what goes with it. None of these gives files, processes or the interpreter away by a public name, but
+# for names that are refused below. Not in it: sys, os, io (opens files), types (builds code), inspect, gc, threading.
 DEFAULT_MODULES = frozenset(
     "__future__ abc array bisect calendar cmath collections contextlib copy dataclasses datetime decimal enum fractions"
     " functools heapq itertools json math numbers operator pprint random re statistics string textwrap time"
@@ -203,9 +204,9 @@ class _Parsed(NamedTuple):
 
 @functools.lru_cache(maxsize=2)  # policy and execution of one call each want it, one right behind the other
 def _parse(code: str) -> _Parsed:
-    if len(code) > MAX_CODE_CHARS:
-        return _Parsed(refusal=f"the code is longer than {MAX_CODE_CHARS} characters. Use a shorter program.")
     try:
+        if len(code) > MAX_CODE_BYTES or len(code.encode()) > MAX_CODE_BYTES:
+            return _Parsed(refusal=f"the code is longer than {MAX_CODE_BYTES} bytes. Use a shorter program.")
         return _Parsed(tree=ast.parse(code, "<code>"))
     except SyntaxError as error:
         return _Parsed(error=error)
@@ -784,15 +785,15 @@ class _Reply:
         return False
 
 
-async def _connect(worker: _Worker, source: bytes) -> socket.socket:
-    """A call's socket with the source on it; `_NotStarted` where the worker does not take it."""
+async def _connect(worker: _Worker, request: bytes) -> socket.socket:
+    """A call's socket with the request on it; `_NotStarted` where the worker does not take it."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + START_SECONDS
     while True:
         try:
             connection = worker.take()
             try:
-                connection.send(source)
+                connection.send(request)
             except BaseException:
                 connection.close()
                 raise
@@ -805,7 +806,7 @@ async def _connect(worker: _Worker, source: bytes) -> socket.socket:
 
 async def _converse(connection: socket.socket, reply: _Reply, timeout: float) -> None:
     """Collect what the call sends until it has ended or its time is up, and end it in any case."""
-    loop = asyncio.get_running_loop()
+    loop, descriptor = asyncio.get_running_loop(), connection.fileno()
     finished = loop.create_future()
 
     def finish(error: OSError | None = None) -> None:
@@ -830,7 +831,7 @@ async def _converse(connection: socket.socket, reply: _Reply, timeout: float) ->
         timer = loop.call_later(FLUSH_SECONDS, finish)
 
     timer = loop.call_later(timeout, time_is_up)
-    loop.add_reader(connection, read)
+    loop.add_reader(descriptor, read)
     try:
         error = await finished
         if error:
@@ -840,7 +841,7 @@ async def _converse(connection: socket.socket, reply: _Reply, timeout: float) ->
     finally:
         timer.cancel()
         if not loop.is_closed():
-            loop.remove_reader(connection)
+            loop.remove_reader(descriptor)
         _end(connection)
 
 
@@ -857,14 +858,30 @@ def _end(connection: socket.socket) -> None:
     connection.close()
 
 
-async def _run(key: _WorkerKey, code: str, timeout: float, keep: int) -> _Reply:
+def _request(code: str, tree: ast.Module) -> bytes:
+    """What a child reads: the first and the last byte of a last expression, whose value it shows; the source."""
+    source, start, end = code.encode(), 0, 0
+    if tree.body and isinstance(tree.body[-1], ast.Expr):
+        last = tree.body[-1]
+        start = _position(source, last.lineno, last.col_offset)
+        end = _position(source, last.end_lineno, last.end_col_offset)
+    return b"%d %d\n%b" % (start, end, source)
+
+
+def _position(source: bytes, line: int, column: int) -> int:
+    position = 0
+    for _ in range(line - 1):
+        position = source.index(b"\n", position) + 1
+    return position + column
+
+
+async def _run(key: _WorkerKey, request: bytes, timeout: float, keep: int) -> _Reply:
     """Run the code in a child of its own. SandboxError: it could not be run, or its worker died with it."""
-    source = code.encode()
     for attempt in (1, 2):
         worker = await _POOL.enter(key)
         reply = _Reply(keep)
         try:
-            connection = await _connect(worker, source)
+            connection = await _connect(worker, request)
             worker.fork_ahead()
             await _converse(connection, reply, timeout)
         except _NotStarted as reason:
@@ -965,6 +982,7 @@ class PythonSandbox:
 
     async def execute_code(self, code: str) -> ToolOutput:
         """The observation for this code. SandboxError: the machinery failed."""
+        code = code.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")  # as Python itself reads it
         safe, message = self._check_code_safety(code)
         if not safe:
             return ToolOutput(f"Error: not allowed: {message}", "refused")
@@ -981,7 +999,8 @@ class PythonSandbox:
             libraries = tuple(sorted(name for name in extra - DEFAULT_MODULES))
         disabled = tuple(filter(None, os.environ.get("RETOOL_SANDBOX_DISABLE", "").split(",")))
         most = TOOL_CONFIGS["max_output_chars"]
-        reply = await _run(_WorkerKey(libraries, self.memory_bytes, disabled), code, self.timeout, keep=4 * most)
+        key = _WorkerKey(libraries, self.memory_bytes, disabled)
+        reply = await _run(key, _request(code, parsed.tree), self.timeout, keep=4 * most)
         return _observation(reply, self.timeout, self.memory_bytes, most)
 
 
