@@ -31,7 +31,6 @@ import concurrent.futures
 import errno
 import fcntl
 import functools
-import importlib
 import importlib.util
 import json
 import logging
@@ -46,10 +45,11 @@ import termios
 import threading
 import traceback
 from collections import OrderedDict, deque
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple
+
+import sandbox_policy
 
 logger = logging.getLogger(__name__)
 
@@ -70,9 +70,10 @@ TOOL_CONFIGS: dict[str, Any] = {
 # What the model is told, by SFT and RL alike, so it stands where both can import it without vime. The reward reads the
 # box.
 SYSTEM_PROMPT = (
-    "You are a helpful assistant that solves math problems step by step. Whenever a calculation, a search over cases or a "
-    "check would help, call the code_interpreter tool with a short Python program: you are shown what it prints, and "
-    "every call starts afresh. When you are sure, end with your final answer on its own line as `Answer: \\boxed{...}`."
+    "You are a helpful assistant that solves math problems step by step. Whenever a calculation, a search"
+    " over cases or a check would help, call the code_interpreter tool with a short Python program: you "
+    "are shown what it prints, and every call starts afresh. When you are sure, end with your final "
+    "answer on its own line as `Answer: \\boxed{...}`."
 )
 CODE_TOOL = "code_interpreter"
 
@@ -158,325 +159,6 @@ class _ProcessSemaphore:
 
 
 SEMAPHORE = _ProcessSemaphore(TOOL_CONFIGS["tool_concurrency"])
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Policy: which source may run. It reads the syntax tree and never text, and it is the first layer, not the wall.
-
-MAX_CODE_BYTES = 60_000
-# Mathematics and what goes with it. None of these gives files, processes or the interpreter away by a public name, but
-# for names that are refused below. Not in it: sys, os, io (opens files), types (builds code), inspect, gc, threading.
-DEFAULT_MODULES = frozenset(
-    "__future__ abc array bisect calendar cmath collections contextlib copy dataclasses datetime decimal enum fractions"
-    " functools heapq itertools json math numbers operator pprint random re statistics string textwrap time"
-    " typing".split()
-)
-FORBIDDEN_NAMES = frozenset(
-    "eval exec open compile input globals vars locals breakpoint help __import__ __builtins__ __loader__ __spec__"
-    " __build_class__".split()
-)
-READABLE_DUNDERS = frozenset({"__name__", "__qualname__", "__doc__"})
-SUPER_DUNDERS_DENIED = frozenset(
-    {"__class__", "__dict__", "__getattribute__", "__reduce__", "__reduce_ex__", "__subclasses__"}
-)
-# Attributes that lead from ordinary objects to frames, code or evaluation of strings.
-FORBIDDEN_ATTRIBUTES = frozenset(
-    "gi_frame gi_code gi_yieldfrom cr_frame cr_code cr_await cr_origin ag_frame ag_code ag_await tb_frame tb_next"
-    " f_back f_builtins f_code f_globals f_locals f_trace func_globals func_code"
-    " get_type_hints ForwardRef evaluate_forward_ref Formatter vformat get_field".split()
-)
-# Modules that must not be had through any object's attribute, whether or not the object is known to be a module.
-FORBIDDEN_MODULES = frozenset(
-    "os sys subprocess builtins importlib ctypes posix socket shutil pickle marshal gc inspect".split()
-)
-ATTRIBUTE_FUNCTIONS = frozenset({"getattr", "setattr", "delattr", "attrgetter", "methodcaller"})
-_SUSPICIOUS_TEXT = re.compile("__|" + "|".join(sorted(FORBIDDEN_ATTRIBUTES)))
-_CHILD_FIELDS: dict[type, tuple[str, ...]] = {}  # by class of node: fields that hold nodes, last first
-
-
-class _Parsed(NamedTuple):
-    """What Python's parser made of a source: a tree, or the error that Python would show, or a reason to refuse it."""
-
-    tree: ast.Module | None = None
-    error: SyntaxError | None = None
-    refusal: str = ""
-
-
-@functools.lru_cache(maxsize=2)  # policy and execution of one call each want it, one right behind the other
-def _parse(code: str) -> _Parsed:
-    try:
-        if len(code) > MAX_CODE_BYTES or len(code.encode()) > MAX_CODE_BYTES:
-            return _Parsed(refusal=f"the code is longer than {MAX_CODE_BYTES} bytes. Use a shorter program.")
-        return _Parsed(tree=ast.parse(code, "<code>"))
-    except SyntaxError as error:
-        return _Parsed(error=error)
-    except UnicodeEncodeError:
-        return _Parsed(refusal="the code holds characters that are not valid Unicode. Write them as escapes.")
-    except ValueError as error:
-        return _Parsed(refusal=f"{error}. Remove the null characters.")
-    except (RecursionError, MemoryError):
-        return _Parsed(refusal="the code is nested too deeply. Use a loop or a list.")
-
-
-class _Refused(Exception):
-    """Carries what is refused and what may be used instead."""
-
-
-def _walk(*roots: ast.AST) -> Iterator[ast.AST]:
-    """All nodes in source order, parents first, without recursion; operators and contexts are left out."""
-    stack: list[Any] = list(roots[::-1])
-    while stack:
-        node = stack.pop()
-        kind = node.__class__
-        fields = _CHILD_FIELDS.get(kind)
-        if fields is None:
-            names = getattr(kind, "_fields", ())
-            fields = _CHILD_FIELDS[kind] = tuple(name for name in names[::-1] if name not in ("ctx", "op", "ops"))
-        if not isinstance(node, ast.AST):
-            continue
-        yield node
-        for name in fields:
-            value = getattr(node, name, None)
-            if value.__class__ is list:
-                stack.extend(value[::-1])
-            elif isinstance(value, ast.AST):
-                stack.append(value)
-
-
-def _is_dunder(name: str) -> bool:
-    return len(name) > 4 and name.startswith("__") and name.endswith("__")
-
-
-def _is_allowed(module: str, allowed: set[str]) -> bool:
-    """Whether the module or a package it lies in is allowed; private modules never are."""
-    parts = module.split(".")
-    return any(".".join(parts[: end + 1]) in allowed for end in range(len(parts))) and not any(
-        part.startswith("_") and part not in allowed for part in parts
-    )
-
-
-@functools.cache
-def _module_members(module: str) -> dict[str, str]:
-    """Modules that a module of the default set gives away as its attributes: {attribute: module}.
-
-    Others are not imported into the host for this; what must not be had through them is refused by name.
-    """
-    if module not in DEFAULT_MODULES:
-        return {}
-    members = vars(importlib.import_module(module))
-    return {name: member.__name__ for name, member in members.items() if isinstance(member, ModuleType)}
-
-
-def _member_module(module: str, attribute: str) -> str | None:
-    """The module that `module.attribute` is, if it is one."""
-    submodule = f"{module}.{attribute}"
-    return _module_members(module).get(attribute) or (submodule if submodule in sys.modules else None)
-
-
-class _PolicyCheck:
-    """One pass over a tree; raises `_Refused`. Names bound to modules are followed through imports and assignments."""
-
-    def __init__(self, allowed: set[str]):
-        self.allowed = allowed
-        self.modules: dict[str, set[str]] = {}  # names: the modules they may stand for
-        self.attribute_functions = {name: name for name in ATTRIBUTE_FUNCTIONS}
-        self.accepted: set[int] = set()  # ids of function nodes whose call was looked at
-        # Checked when all imports are known: assignments of names and attributes to names, and attribute accesses.
-        self.assignments: list[tuple[list[str], ast.expr]] = []
-        self.module_uses: list[tuple[ast.expr, str]] = []
-        self.resolved: dict[int, set[str]] = {}  # by id of an attribute node
-        self.dynamic_format = False
-        self.suspicious_text = ""
-
-    def run(self, tree: ast.Module) -> None:
-        for node in _walk(tree):
-            check = self.CHECKS.get(node.__class__)
-            if check is not None:
-                try:
-                    check(self, node)
-                except _Refused as refused:
-                    raise _Refused(f"line {getattr(node, 'lineno', '?')}: {refused}") from None
-        for names, value in self.assignments:
-            for name in names:
-                self.modules.setdefault(name, set()).update(self.resolve(value))
-        for base, attribute in reversed(self.module_uses):  # inner attributes first, so that each is resolved once
-            for module in self.resolve(base):
-                self.check_member(module, attribute)
-        if self.dynamic_format and self.suspicious_text:
-            raise _Refused(f"a format string that may read {self.suspicious_text!r}. Use an f-string.")
-
-    # Imports
-
-    def check_import(self, node: ast.Import) -> None:
-        for alias in node.names:
-            self.check_module(alias.name)
-            bound, module = (alias.asname, alias.name) if alias.asname else (alias.name.split(".")[0],) * 2
-            self.modules.setdefault(bound, set()).add(module)
-
-    def check_import_from(self, node: ast.ImportFrom) -> None:
-        if node.level or not node.module:
-            raise _Refused("relative imports are not available. Import a module by its name.")
-        self.check_module(node.module)
-        for alias in node.names:
-            self.check_member(node.module, alias.name)
-            bound = alias.asname or alias.name
-            if alias.name in ATTRIBUTE_FUNCTIONS:
-                self.attribute_functions[bound] = alias.name
-            member = _module_members(node.module).get(alias.name)
-            if member:
-                self.modules.setdefault(bound, set()).add(member)
-
-    def check_module(self, module: str) -> None:
-        if not _is_allowed(module, self.allowed):
-            raise _Refused(f"module {module!r} is not available. Available: {', '.join(sorted(self.allowed))}.")
-
-    def check_member(self, module: str, name: str) -> None:
-        """`name` taken out of `module`, by a from-import or as an attribute."""
-        if name.startswith("_") and name not in READABLE_DUNDERS:
-            raise _Refused(f"{name!r} is private to {module!r}. Use the module's public names.")
-        self.check_attribute_name(name)
-        member = _module_members(module).get(name)
-        if member and not _is_allowed(member, self.allowed):
-            raise _Refused(f"module {member!r}, reached through {module!r}, is not available.")
-
-    def resolve(self, node: ast.expr) -> set[str]:
-        """The modules that an expression of names and dots may stand for."""
-        path = []
-        while isinstance(node, ast.Attribute) and id(node) not in self.resolved:
-            path.append(node)
-            node = node.value
-        if isinstance(node, ast.Attribute):
-            modules = self.resolved[id(node)]
-        else:
-            modules = self.modules.get(node.id, set()) if isinstance(node, ast.Name) else set()
-        for attribute in reversed(path):
-            modules = {member for module in modules if (member := _member_module(module, attribute.attr))}
-            self.resolved[id(attribute)] = modules
-        return modules
-
-    def check_assign(self, node: ast.Assign | ast.NamedExpr | ast.AnnAssign) -> None:
-        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-        names = [target.id for target in targets if isinstance(target, ast.Name)]
-        if names and isinstance(node.value, (ast.Name, ast.Attribute)):
-            self.assignments.append((names, node.value))
-        if isinstance(node, ast.AnnAssign):
-            self.check_annotation(node.annotation)
-
-    # Names and attributes
-
-    def check_name(self, node: ast.Name) -> None:
-        name = node.id
-        if name in FORBIDDEN_NAMES:
-            raise _Refused(f"{name!r} is not available, also not as a variable's name.")
-        if _is_dunder(name) and isinstance(node.ctx, ast.Load) and name not in READABLE_DUNDERS | {"__debug__"}:
-            raise _Refused(f"the special name {name!r} is not available.")
-        if name in self.attribute_functions and isinstance(node.ctx, ast.Load) and id(node) not in self.accepted:
-            raise _Refused(f"{name!r} can only be called directly, with the attribute's name written out.")
-
-    def check_attribute_name(self, name: str) -> None:
-        if name in FORBIDDEN_ATTRIBUTES or name.strip("_") in FORBIDDEN_MODULES - self.allowed:
-            raise _Refused(f"the attribute {name!r} is not available.")
-        if _is_dunder(name) and name not in READABLE_DUNDERS:
-            instead = "type(x)" if name == "__class__" else "operators, built-in functions or super()"
-            raise _Refused(f"the special attribute {name!r} is not available. Use {instead}.")
-
-    def check_attribute(self, node: ast.Attribute) -> None:
-        name = node.attr
-        if id(node) in self.accepted:
-            return
-        if name in ("attrgetter", "methodcaller"):
-            raise _Refused(f"{name!r} can only be called directly, with the attribute's name written out.")
-        if name in ("format", "format_map"):
-            self.check_format(node.value)
-        if not (_is_dunder(name) and self.is_super(node.value) and name not in SUPER_DUNDERS_DENIED):
-            self.check_attribute_name(name)
-        if isinstance(node.value, (ast.Name, ast.Attribute)):
-            self.module_uses.append((node.value, name))
-
-    @staticmethod
-    def is_super(node: ast.expr) -> bool:
-        return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "super"
-
-    def check_call(self, node: ast.Call) -> None:
-        function = node.func
-        if isinstance(function, ast.Name):
-            kind = self.attribute_functions.get(function.id)
-        elif isinstance(function, ast.Attribute):
-            kind = function.attr if function.attr in ("attrgetter", "methodcaller") else None
-            if function.attr == "__init__" and isinstance(function.value, ast.Name):
-                self.accepted.add(id(function))  # Base.__init__(self)
-        else:
-            kind = None
-        if kind is None:
-            return
-        named = node.args if kind == "attrgetter" else node.args[:1] if kind == "methodcaller" else node.args[1:2]
-        for argument in named:
-            if not (isinstance(argument, ast.Constant) and isinstance(argument.value, str)):
-                raise _Refused(f"{kind!r} with a computed name. Write the attribute's name out.")
-            for part in argument.value.split("."):
-                self.check_attribute_name(part)
-                if kind == "getattr" and isinstance(node.args[0], (ast.Name, ast.Attribute)):
-                    self.module_uses.append((node.args[0], part))
-        if named and not any(isinstance(argument, ast.Starred) for argument in node.args):
-            self.accepted.add(id(function))
-
-    def check_class_pattern(self, node: ast.MatchClass) -> None:
-        for name in node.kwd_attrs:
-            self.check_attribute_name(name)
-
-    # Strings that Python evaluates
-
-    def check_format(self, template: ast.expr) -> None:
-        if isinstance(template, ast.Constant) and isinstance(template.value, str):
-            for field in re.findall(r"\{([^{}!:]*)", template.value):
-                for part in re.findall(r"\.(\w+)", field):
-                    self.check_attribute_name(part)
-        else:
-            self.dynamic_format = True
-
-    def check_constant(self, node: ast.Constant) -> None:
-        if isinstance(node.value, str) and node.value != "__main__" and _SUSPICIOUS_TEXT.search(node.value):
-            self.suspicious_text = node.value[:40]
-
-    def check_annotation(self, annotation: ast.expr | None) -> None:
-        """Strings in annotations are code to typing and functools: those that call or look into something count."""
-        for node in _walk(annotation) if annotation is not None else ():
-            if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                tree = _parse(node.value).tree
-                if tree and any(isinstance(part, (ast.Call, ast.Attribute)) for part in _walk(tree)):
-                    _PolicyCheck(self.allowed).run(tree)
-
-    def check_argument(self, node: ast.arg) -> None:
-        self.check_annotation(node.annotation)
-
-    def check_function(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
-        self.check_annotation(node.returns)
-
-    CHECKS: dict[type, Callable] = {
-        ast.Import: check_import,
-        ast.ImportFrom: check_import_from,
-        ast.Assign: check_assign,
-        ast.AnnAssign: check_assign,
-        ast.NamedExpr: check_assign,
-        ast.Name: check_name,
-        ast.Attribute: check_attribute,
-        ast.Call: check_call,
-        ast.MatchClass: check_class_pattern,
-        ast.Constant: check_constant,
-        ast.arg: check_argument,
-        ast.FunctionDef: check_function,
-        ast.AsyncFunctionDef: check_function,
-    }
-
-
-def _imported_modules(tree: ast.Module) -> set[str]:
-    modules = set()
-    for node in _walk(tree):
-        if isinstance(node, ast.Import):
-            modules.update(alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            modules.add(node.module)
-    return modules
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -577,7 +259,7 @@ def _start_worker(key: _WorkerKey) -> _Worker:
     worker = _Worker(process, ours)
     try:
         settings = {
-            "modules": sorted(DEFAULT_MODULES),
+            "modules": sorted(sandbox_policy.DEFAULT_MODULES),
             "libraries": key.libraries,
             "paths": _library_paths(key.libraries),
             "memory_bytes": key.memory_bytes,
@@ -964,21 +646,16 @@ class PythonSandbox:
     ):
         self.timeout = float(timeout)
         self.memory_bytes = _memory_bytes(memory_limit)
-        self.allowed_modules = set(DEFAULT_MODULES)
+        self.allowed_modules = set(sandbox_policy.DEFAULT_MODULES)
 
     def _check_code_safety(self, code: str) -> tuple[bool, str]:
         """(True, "") if the code may run; else (False, what is refused and what may be used instead).
 
         A syntax error is not a safety matter: nothing runs, and the observation is Python's own message.
         """
-        parsed = _parse(code)
-        if parsed.tree is None:
-            return not parsed.refusal, parsed.refusal
-        try:
-            _PolicyCheck(self.allowed_modules).run(parsed.tree)
-        except _Refused as refused:
-            return False, str(refused)
-        return True, ""
+        parsed = sandbox_policy.parse(code)
+        message = parsed.refusal if parsed.tree is None else sandbox_policy.check(parsed.tree, self.allowed_modules)
+        return not message, message
 
     async def execute_code(self, code: str) -> ToolOutput:
         """The observation for this code. SandboxError: the machinery failed."""
@@ -986,17 +663,17 @@ class PythonSandbox:
         safe, message = self._check_code_safety(code)
         if not safe:
             return ToolOutput(f"Error: not allowed: {message}", "refused")
-        parsed = _parse(code)
+        parsed = sandbox_policy.parse(code)
         if parsed.tree is None:  # judged here and never run: what the host cannot read it cannot have checked
             return ToolOutput(f"Error: {_syntax_message(parsed)}", "error")
         libraries = ()
-        if not self.allowed_modules <= DEFAULT_MODULES:
+        if not self.allowed_modules <= sandbox_policy.DEFAULT_MODULES:
             extra = {
                 name.split(".")[0]
-                for name in _imported_modules(parsed.tree)
-                if _is_allowed(name, self.allowed_modules)
+                for name in sandbox_policy.imported_modules(parsed.tree)
+                if sandbox_policy.is_allowed(name, self.allowed_modules)
             }
-            libraries = tuple(sorted(name for name in extra - DEFAULT_MODULES))
+            libraries = tuple(sorted(name for name in extra - sandbox_policy.DEFAULT_MODULES))
         disabled = tuple(filter(None, os.environ.get("RETOOL_SANDBOX_DISABLE", "").split(",")))
         most = TOOL_CONFIGS["max_output_chars"]
         key = _WorkerKey(libraries, self.memory_bytes, disabled)
@@ -1004,7 +681,7 @@ class PythonSandbox:
         return _observation(reply, self.timeout, self.memory_bytes, most)
 
 
-def _syntax_message(parsed: _Parsed) -> str:
+def _syntax_message(parsed: sandbox_policy.Parsed) -> str:
     if parsed.error is None:
         return parsed.refusal
     lines = traceback.format_exception_only(type(parsed.error), parsed.error)
