@@ -288,7 +288,6 @@ def enter_namespaces() -> None:
         )  # the control socket above all: its end of file is how the host learns that the worker died
         os.waitpid(inner, 0)
         os._exit(0)
-    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def hide_files() -> None:
@@ -369,6 +368,9 @@ def confine(settings: Settings, missing: dict[str, str]) -> Confinement:
             missing[name] = str(error)
             return None
 
+    layer("no_new_privs", _prctl, PR_SET_NO_NEW_PRIVS, 1)
+    if "no_new_privs" in missing:  # they need it
+        missing.update(dict.fromkeys({"landlock", "seccomp"} - missing.keys(), "no_new_privs is missing"))
     prefer_for_oom_kill()
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # waking children do not push the event loop aside
     readable = _library_directories(settings.paths) if settings.libraries else []
@@ -378,8 +380,8 @@ def confine(settings: Settings, missing: dict[str, str]) -> Confinement:
         layer("namespaces", hide_files)
     layer("user", change_user, settings.user_id, readable)
     layer("capabilities", drop_capabilities)
-    layer("no_new_privs", _prctl, PR_SET_NO_NEW_PRIVS, 1)
-    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # cleared by a change of user, so not earlier
+    if os.getpid() == 1:  # of a namespace: the parent that waits outside is what the host kills. Not before the user
+        _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # has changed, which clears it
     _prctl(PR_SET_DUMPABLE, 0)  # hides /proc/self from this process too, so not earlier
     child_filter = None
     machine = platform.machine()
@@ -556,7 +558,9 @@ def seed(states: list) -> None:
     for state in states:
         random.Random.seed(state, int.from_bytes(os.urandom(32), "little"))
     if "numpy.random" in sys.modules:
-        sys.modules["numpy.random"].seed()
+        sys.modules["numpy.random"].seed(
+            int.from_bytes(os.urandom(4), "little")
+        )  # without a number it takes a millisecond
 
 
 def child_signals() -> int:
