@@ -48,6 +48,7 @@ def json_call(code, name="code_interpreter"):
         ("<think>still thinking. Answer: \\boxed{2}", "2"),
         ("<code>\nprint('<think>')\n</code>\nAnswer: \\boxed{2}", "2"),
         ("I don't use <code> here.\nAnswer: \\boxed{3}", "3"),
+        ("I start <code> but don't. Answer: \\boxed{3}, isn't it", "3"),
     ],
 )
 def test_answers(text, content):
@@ -90,6 +91,7 @@ def test_no_answer(text):
         ("<code>\nprint('broken)\nprint(2)\n</code>", "print('broken)\nprint(2)"),
         ("<code>print('broken)</code>\n\n", "print('broken)"),
         ("<code>print('broken)</code><|im_end|>", "print('broken)"),
+        ("<code>\nprint(rb'</code>', f'</code>', '</code>')\n</code>", "print(rb'</code>', f'</code>', '</code>')"),
         ('<code>x = """open\n</code>text<|im_end|>', 'x = """open'),
         ("I use <code> tags: <code>print(1)</code>", "print(1)"),
         ("<code>   print(1)   </code>", "print(1)"),

@@ -209,7 +209,7 @@ def _assistant_text(message: dict[str, Any], after_query: bool) -> str:
 def _prompt_text(prompt: str | list[dict[str, Any]], tools: list[dict[str, Any]]) -> str:
     """The text that the first turn continues. ValueError for a templated prompt that lacks a tool."""
     if isinstance(prompt, str) and prompt.lstrip().startswith(IM_START):
-        listed = prompt.partition("<tools>")[2].partition("</tools>")[0]
+        listed = "".join(re.findall(r"<tools>\n(.*?)\n</tools>", prompt, re.S))
         for name in (tool["function"]["name"] for tool in tools):
             if not re.search(rf'"name"\s*:\s*{re.escape(json.dumps(name))}', listed):
                 raise ValueError(
@@ -277,13 +277,15 @@ _OPENERS = re.compile(
 _CALL_TAGS = re.compile(r"</?tool_call>")
 _CALL_LOOKS_CLOSED = re.compile(r"\}\s*</tool_call>")
 _JSON_PIECES = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"|["{}]|</?tool_call>', re.S)
+# A quote behind a word opens no string ("don't") unless the word is a string prefix.
+_QUOTE_OPENS = r"(?:(?<!\w)|(?<=\b[rRbBfFuU])|(?<=\b[rRbBfF]{2}))"
 _PYTHON_PIECES = re.compile(
-    r'"""[^"\\]*(?:(?:\\.|"(?!""))[^"\\]*)*"""'
+    rf'{_QUOTE_OPENS}(?:"""[^"\\]*(?:(?:\\.|"(?!""))[^"\\]*)*"""'
     r"|'''[^'\\]*(?:(?:\\.|'(?!''))[^'\\]*)*'''"
     r"""|"{3}|'{3}"""
     r'|"[^"\\\n]*(?:\\.[^"\\\n]*)*"'
     r"|'[^'\\\n]*(?:\\.[^'\\\n]*)*'"
-    r"""|["']|\\.|#(?:(?!</?code>)[^\n])*|</?code>""",
+    r"""|["'])|\\.|#(?:(?!</?code>)[^\n])*|</?code>""",
     re.S,
 )
 _FENCE_END = re.compile(r"^[ \t]*```(?!\w)|```[ \t\r]*$", re.M)
@@ -451,8 +453,8 @@ def _read_code(text: str, opener: re.Match, over: bool) -> _Reading:
             return _Reading()
         if token in ('"' * 3, "'" * 3):
             unfinished = True
-        elif token in ('"', "'"):  # a string ends with its line: broken if the line is over
-            unfinished = not over and text.find("\n", piece.end()) < 0
+        elif token in ('"', "'"):  # such a string ends with its line: it is broken, and none, if the line is over
+            unfinished = text.find("\n", piece.end()) < 0
         else:
             if token[0] in "\"'":
                 strings.append(piece.span())
