@@ -82,13 +82,14 @@ def main() -> int:
     if code == 0 or code > 128:
         rmtree(directory, ignore_errors=True)
     else:
-        print(f"Ray's logs: {directory}/session_latest/logs", file=sys.stderr)
+        print(f"Ray's logs and temporary files: {directory}", file=sys.stderr)
     return code
 
 
 def _run(command: list[str], num_gpus: int, directory: Path) -> int:
     """Start the cluster, run the command against it, return the command's code."""
-    environment = cluster_environment(os.environ)
+    environment = cluster_environment(os.environ, directory / "tmp")
+    (directory / "tmp").mkdir()
     ports = _free_ports()
     cluster = _start_cluster(num_gpus, ports, directory, environment)
     _wait_until_up(cluster, ports.dashboard, directory)
@@ -146,8 +147,12 @@ def _free_ports() -> Ports:
     return Ports(*found)
 
 
-def cluster_environment(base: Mapping[str, str]) -> dict[str, str]:
-    """The environment of the cluster: loopback only, and the wandb key under the name wandb reads."""
+def cluster_environment(base: Mapping[str, str], temporary: Path) -> dict[str, str]:
+    """The environment of the cluster: loopback only, and the wandb key under the name wandb reads.
+
+    Args:
+        temporary: where its processes put temporary files, since those that are killed do not remove theirs.
+    """
     environment = dict(base)
     for name in ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS"):
         environment.pop(name, None)
@@ -156,6 +161,7 @@ def cluster_environment(base: Mapping[str, str]) -> dict[str, str]:
     for name in ("no_proxy", "NO_PROXY"):
         environment[name] = ",".join(filter(None, [environment.get(name), LOOPBACK, "localhost"]))
     environment |= {
+        "TMPDIR": str(temporary),
         # Without it Ray replaces 127.0.0.1 by the machine's address and listens, without authentication, for everyone.
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
         # At the end there is nothing to wait for, and Ray would wait for half a minute.
