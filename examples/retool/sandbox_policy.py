@@ -1,9 +1,10 @@
-"""Which source may run: a check of the syntax tree, never of text.
+"""What the host has to know of a source before it runs: may it, and how. Read off the syntax tree, never off the text.
 
 This is the first layer of the sandbox and not its wall: it turns away what a model tries by habit, with words that say
-what may be used instead, and leaves the rest to the jail (``sandbox_worker.py``). It runs in the trainer's process, on
-its event loop, over text that a model wrote. So it takes linear time, recurses nowhere, imports nothing that the
-source names beyond a fixed set of standard modules, and turns every way in which the parser fails into a result.
+what may be used instead, and leaves the rest to the jail (``sandbox_worker.py``). It takes linear time, recurses
+nowhere, imports nothing that the source names beyond a fixed set of standard modules, and turns every way in which the
+parser fails into a result. Python's parser needs a millisecond for a kilobyte and holds the interpreter meanwhile, so
+the host has longer sources reviewed by a process of its own: this file, run as a program.
 
 Refused: modules outside `allowed`, however they are reached (plain and star imports, aliases, attributes of other
 modules, assignments, walrus); the names of functions that evaluate, open or look into scopes; special attributes, be
@@ -15,13 +16,18 @@ private names of modules; attributes that lead to frames and code. Ordinary code
 import ast
 import functools
 import importlib
+import json
 import re
 import sys
-from collections.abc import Callable, Iterator
+import traceback
+from collections.abc import Callable, Iterator, Set
 from types import ModuleType
 from typing import Any, NamedTuple
 
 MAX_CODE_BYTES = 60_000
+MAX_ANNOTATION_CHARS = 500  # of a type written as a string
+MESSAGE_CHARS = 1000
+SOURCE_NAME = "<code>"
 # Mathematics and what goes with it. None of these gives files, processes or the interpreter away by a public name but
 # for those that are refused below. Not in it: sys, os, io (opens files), types (builds code), inspect, gc, threading.
 DEFAULT_MODULES = frozenset(
@@ -52,28 +58,70 @@ _SUSPICIOUS_TEXT = re.compile("__|" + "|".join(sorted(FORBIDDEN_ATTRIBUTES)))
 _CHILD_FIELDS: dict[type, tuple[str, ...]] = {}  # by class of node: fields that hold nodes, last first
 
 
-class Parsed(NamedTuple):
-    """What Python's parser made of a source: a tree, or the error that Python would show, or a reason to refuse it."""
+class Review(NamedTuple):
+    """What the host learns of a source. Plain values, so that another process can tell them."""
 
-    tree: ast.Module | None = None
-    error: SyntaxError | None = None
-    refusal: str = ""
+    refusal: str = ""  # what is refused and what may be used instead; "" if the code may run
+    unreadable: str = ""  # what Python says of a source that it cannot parse; nothing of it was checked
+    shown: tuple[int, int] = (0, 0)  # first and last byte of a last expression, whose value is shown; (0, 0): none
+    imports: tuple[str, ...] = ()
 
 
-@functools.lru_cache(maxsize=2)  # policy and execution of one call each want it, one right behind the other
-def parse(code: str) -> Parsed:
+def review(code: str, allowed: Set[str]) -> Review:
+    """`allowed`: the modules that code may use, packages with all that lies in them."""
     try:
         if len(code) > MAX_CODE_BYTES or len(code.encode()) > MAX_CODE_BYTES:
-            return Parsed(refusal=f"the code is longer than {MAX_CODE_BYTES} bytes. Use a shorter program.")
-        return Parsed(tree=ast.parse(code, "<code>"))
-    except SyntaxError as error:
-        return Parsed(error=error)
+            problem = f"the code is longer than {MAX_CODE_BYTES} bytes. Use a shorter program."
+            return Review(refusal=problem, unreadable=problem)
+        tree = ast.parse(code, SOURCE_NAME)
+    except SyntaxError as error:  # not a matter of safety: nothing runs, and the model sees what Python says
+        return Review(unreadable=_describe(error))
     except UnicodeEncodeError:
-        return Parsed(refusal="the code holds characters that are not valid Unicode. Write them as escapes.")
+        problem = "the code holds characters that are not valid Unicode. Write them as escapes."
     except ValueError as error:
-        return Parsed(refusal=f"{error}. Remove the null characters.")
+        problem = f"{error}. Remove the null characters."
     except (RecursionError, MemoryError):
-        return Parsed(refusal="the code is nested too deeply. Use a loop or a list.")
+        problem = "the code is nested too deeply. Use a loop or a list."
+    else:
+        return Review(_refusal(tree, allowed), "", _last_expression(code, tree), _imports(tree))
+    return Review(refusal=problem, unreadable=problem)
+
+
+def _describe(error: SyntaxError) -> str:
+    text = "".join(traceback.format_exception_only(type(error), error)).strip("\n")
+    return text.replace(f'  File "{SOURCE_NAME}", line ', "line ", 1)[:MESSAGE_CHARS]
+
+
+def _refusal(tree: ast.Module, allowed: Set[str]) -> str:
+    try:
+        _PolicyCheck(allowed).run(tree)
+    except Refused as refused:
+        return str(refused)
+    return ""
+
+
+def _last_expression(code: str, tree: ast.Module) -> tuple[int, int]:
+    if not tree.body or not isinstance(tree.body[-1], ast.Expr):
+        return 0, 0
+    last, source = tree.body[-1], code.encode()
+    return _position(source, last.lineno, last.col_offset), _position(source, last.end_lineno, last.end_col_offset)
+
+
+def _position(source: bytes, line: int, column: int) -> int:
+    position = 0
+    for _ in range(line - 1):
+        position = source.index(b"\n", position) + 1
+    return position + column
+
+
+def _imports(tree: ast.Module) -> tuple[str, ...]:
+    modules = set()
+    for node in _walk(tree):
+        if isinstance(node, ast.Import):
+            modules.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            modules.add(node.module)
+    return tuple(sorted(modules))
 
 
 class Refused(Exception):
@@ -105,7 +153,7 @@ def _is_dunder(name: str) -> bool:
     return len(name) > 4 and name.startswith("__") and name.endswith("__")
 
 
-def is_allowed(module: str, allowed: set[str]) -> bool:
+def is_allowed(module: str, allowed: Set[str]) -> bool:
     """Whether the module or a package it lies in is allowed; private modules never are."""
     parts = module.split(".")
     return any(".".join(parts[: end + 1]) in allowed for end in range(len(parts))) and not any(
@@ -134,7 +182,7 @@ def _member_module(module: str, attribute: str) -> str | None:
 class _PolicyCheck:
     """One pass over a tree; raises `Refused`. Names bound to modules are followed through imports and assignments."""
 
-    def __init__(self, allowed: set[str]):
+    def __init__(self, allowed: Set[str]):
         self.allowed = allowed
         self.modules: dict[str, set[str]] = {}  # names: the modules they may stand for
         self.attribute_functions = {name: name for name in ATTRIBUTE_FUNCTIONS}
@@ -300,8 +348,11 @@ class _PolicyCheck:
         """Strings in annotations are code to typing and functools: those that call or look into something count."""
         for node in _walk(annotation) if annotation is not None else ():
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                tree = parse(node.value).tree
-                if tree and any(isinstance(part, (ast.Call, ast.Attribute)) for part in _walk(tree)):
+                try:
+                    tree = ast.parse(node.value[:MAX_ANNOTATION_CHARS])
+                except (SyntaxError, ValueError, RecursionError, MemoryError):
+                    continue  # nor can anyone else evaluate it
+                if any(isinstance(part, (ast.Call, ast.Attribute)) for part in _walk(tree)):
                     _PolicyCheck(self.allowed).run(tree)
 
     def check_argument(self, node: ast.arg) -> None:
@@ -327,20 +378,14 @@ class _PolicyCheck:
     }
 
 
-def imported_modules(tree: ast.Module) -> set[str]:
-    modules = set()
-    for node in _walk(tree):
-        if isinstance(node, ast.Import):
-            modules.update(alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            modules.add(node.module)
-    return modules
+def main() -> None:
+    """Review what comes in, one JSON text a line, until the host closes the pipe or dies."""
+    for line in sys.stdin.buffer:
+        request = json.loads(line)
+        answer = review(request["code"], frozenset(request["allowed"]))
+        sys.stdout.write(json.dumps(answer) + "\n")
+        sys.stdout.flush()
 
 
-def check(tree: ast.Module, allowed: set[str]) -> str:
-    """What is refused and what may be used instead, or "" if the code may run with these modules."""
-    try:
-        _PolicyCheck(allowed).run(tree)
-    except Refused as refused:
-        return str(refused)
-    return ""
+if __name__ == "__main__":
+    main()

@@ -534,9 +534,14 @@ def preload(settings: Settings) -> None:
     sys.path.extend(settings.paths)
     for name in (*settings.modules, *LATE_MODULES, *settings.libraries):
         try:
-            importlib.import_module(name)
+            module = importlib.import_module(name)
         except ImportError:
-            pass  # not there, or not on this Python: the code that imports it is told so
+            continue  # not there, or not on this Python: the code that imports it is told so
+        for attribute in dir(module) if name in settings.libraries else ():
+            try:
+                getattr(module, attribute)  # numpy and scipy import their parts when they are first asked for
+            except Exception:
+                pass  # the library's own matter
     for name in LATE_CODECS:
         codecs.lookup(name)
     if not settings.libraries:

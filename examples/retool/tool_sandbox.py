@@ -24,7 +24,6 @@ worker can keep it. Landlock and seccomp are some hundred lines over prctl and s
 each child, which halves the rate, or start an interpreter per call (66 calls a second where this gives a thousand).
 """
 
-import ast
 import asyncio
 import atexit
 import concurrent.futures
@@ -43,7 +42,6 @@ import subprocess
 import sys
 import termios
 import threading
-import traceback
 from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -162,6 +160,89 @@ SEMAPHORE = _ProcessSemaphore(TOOL_CONFIGS["tool_concurrency"])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Processes of our own
+
+WORKER_ENVIRONMENT = {
+    "LC_ALL": "C.UTF-8",
+    # A pool of threads reserves address space per core, and a call may not start threads.
+    **{f"{library}_NUM_THREADS": "1" for library in ("OPENBLAS", "OMP", "MKL", "NUMEXPR", "VECLIB_MAXIMUM")},
+}
+
+
+def _start_python(*arguments: str, **options) -> subprocess.Popen:
+    """An interpreter that sees nothing of the host: no environment, no site, no descriptors, no terminal."""
+    streams = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+    command = [sys.executable, "-I", "-S", *arguments]
+    try:
+        return subprocess.Popen(
+            command, cwd="/", env=WORKER_ENVIRONMENT, start_new_session=True, **(streams | options)
+        )
+    except OSError as error:
+        raise SandboxError(f"cannot start {' '.join(command)}: {error}") from error
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Review of sources: short ones here, long ones in a process of its own, since the parser holds the interpreter
+
+LONG_CODE_CHARS = 1000  # about a millisecond
+
+
+class _Reviewer:
+    """That process, started when first needed. Blocks, so it is called from threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen | None = None
+
+    def review(self, code: str, allowed: frozenset[str]) -> sandbox_policy.Review:
+        """SandboxError: it cannot be started. If the source crashes it, the source is refused."""
+        request = json.dumps({"code": code, "allowed": sorted(allowed)}).encode() + b"\n"
+        with self._lock:
+            if self._process is None:
+                self._process = _start_python(sandbox_policy.__file__, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            try:
+                self._process.stdin.write(request)
+                self._process.stdin.flush()
+                answer = self._process.stdout.readline()
+            except OSError:
+                answer = b""
+            if not answer:
+                self._close()
+                problem = "Python's parser crashed on the code. Write it in a simpler way."
+                return sandbox_policy.Review(refusal=problem, unreadable=problem)
+        refusal, unreadable, shown, imports = json.loads(answer)
+        return sandbox_policy.Review(refusal, unreadable, tuple(shown), tuple(imports))
+
+    def _close(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.communicate()
+
+    def close(self) -> None:
+        with self._lock:
+            self._close()
+
+    def after_fork(self) -> None:
+        """In a forked child of the host: the process is the parent's."""
+        if self._process is not None:
+            self._process.returncode = 0  # not ours to wait for
+            self._process.stdin.close()
+            self._process.stdout.close()
+        self.__init__()
+
+
+_REVIEWER = _Reviewer()
+
+
+@functools.lru_cache(maxsize=64)  # one call asks twice; with all calls at once in between
+def _review(code: str, allowed: frozenset[str]) -> sandbox_policy.Review:
+    if len(code) > LONG_CODE_CHARS:
+        return _REVIEWER.review(code, allowed)
+    return sandbox_policy.review(code, allowed)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Workers: started when first needed, shared by all loops and threads, replaced when in doubt
 
 WORKER_FILE = Path(__file__).with_name("sandbox_worker.py")
@@ -169,11 +250,6 @@ START_SECONDS = 60.0
 MOST_WORKERS = 4  # each set of libraries that calls import together has its own; the longest unused one goes
 SPARE_CHILDREN = 4  # forked ahead, so that a call does not wait for its fork
 FIRST_PRIVATE_USER = 1_900_000_000  # above the ranges that distributions and container engines hand out
-WORKER_ENVIRONMENT = {
-    "LC_ALL": "C.UTF-8",
-    # A pool of threads reserves address space per core, and a call may not start threads.
-    **{f"{library}_NUM_THREADS": "1" for library in ("OPENBLAS", "OMP", "MKL", "NUMEXPR", "VECLIB_MAXIMUM")},
-}
 
 
 class _NotStarted(Exception):
@@ -241,19 +317,11 @@ def _start_worker(key: _WorkerKey) -> _Worker:
     """Blocks for some tens of milliseconds, longer with libraries. SandboxError: it did not come up."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
-        process = subprocess.Popen(
-            [sys.executable, "-I", "-S", os.fspath(WORKER_FILE), str(theirs.fileno())],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            pass_fds=[theirs.fileno()],
-            env=WORKER_ENVIRONMENT,
-            cwd="/",
-            start_new_session=True,
-        )
-    except OSError as error:
+        descriptor = theirs.fileno()
+        process = _start_python(os.fspath(WORKER_FILE), str(descriptor), pass_fds=[descriptor])
+    except SandboxError:
         ours.close()
-        raise SandboxError(f"cannot start {sys.executable} {WORKER_FILE}: {error}") from error
+        raise
     finally:
         theirs.close()
     worker = _Worker(process, ours)
@@ -306,6 +374,11 @@ def _report_layers(missing: dict[str, str]) -> None:
     if missing and os.environ.get("RETOOL_SANDBOX_STRICT") == "1":
         raise SandboxError(f"RETOOL_SANDBOX_STRICT=1 and this machine lacks the sandbox layers: {reasons}")
     _log_layers(", ".join(name for name in LAYERS if name not in missing), reasons and f"; missing: {reasons}")
+
+
+def _disabled_layers() -> tuple[str, ...]:
+    """Layers that tests switch off: RETOOL_SANDBOX_DISABLE=landlock,seccomp and so on, names as in `LAYERS`."""
+    return tuple(filter(None, os.environ.get("RETOOL_SANDBOX_DISABLE", "").split(",")))
 
 
 class _Pool:
@@ -393,6 +466,8 @@ class _Pool:
 _POOL = _Pool()
 atexit.register(_POOL.close)
 os.register_at_fork(after_in_child=_POOL.after_fork)
+atexit.register(_REVIEWER.close)
+os.register_at_fork(after_in_child=_REVIEWER.after_fork)
 os.register_at_fork(after_in_child=SEMAPHORE._reset)
 
 
@@ -404,6 +479,7 @@ RECORDS_PER_WAKE = 8  # then the loop's other callbacks have their turn
 MOST_OUTPUT_BYTES = 16 * 1024**2  # behind this the call is ended
 FLUSH_SECONDS = 0.1  # for a call whose time is up, to send what it has buffered
 BUSY_SECONDS = 0.01
+OMISSION = "\n... {} characters left out ...\n"
 BUSY_ERRORS = {"EAGAIN", "ETOOMANYREFS", "EMFILE", "ENFILE", "ENOBUFS", "ENOMEM"}
 
 
@@ -425,18 +501,21 @@ class _Capture:
             del self.tail[: -self.keep]
 
     def text(self, most: int) -> str:
-        """At most `most` characters, and a note of what is left out between head and tail."""
+        """At most `most` characters, among them a note of what is left out between head and tail."""
         dropped = self.size - len(self.head) - len(self.tail)
         if not dropped:
-            text = (self.head + self.tail).decode("utf-8", "replace")
-            if len(text) <= most:
-                return text
-            head, tail, note = text[: most // 2], text[-(most // 2) :], f"{len(text) - 2 * (most // 2)} characters"
-        else:
-            head = self.head.decode("utf-8", "replace")[: most // 2]
-            tail = self.tail.decode("utf-8", "replace")[-(most // 2) :]
-            note = f"about {self.size - len(head.encode()) - len(tail.encode())} bytes"
-        return f"{head}\n... {note} left out ...\n{tail}"
+            return _shorten((self.head + self.tail).decode("utf-8", "replace").removesuffix("\n"), most)
+        head, tail = self.head.decode("utf-8", "replace"), self.tail.decode("utf-8", "replace")
+        return _shorten(f"{head}{tail}".removesuffix("\n"), most, also_dropped=dropped)
+
+
+def _shorten(text: str, most: int, also_dropped: int = 0) -> str:
+    """`text` itself if it is short enough, else its head and its tail with a note between them."""
+    if len(text) <= most and not also_dropped:
+        return text
+    half = max(0, most - len(OMISSION) - 12) // 2
+    note = OMISSION.format(len(text) - 2 * half + also_dropped)
+    return f"{text[:half]}{note}{text[len(text) - half :]}"
 
 
 class _Reply:
@@ -508,10 +587,14 @@ async def _converse(connection: socket.socket, reply: _Reply, timeout: float) ->
 
     def time_is_up() -> None:
         nonlocal timer
+        if _is_unread(connection) and loop.time() < given_up:  # waits for its child: the time has not begun
+            timer = loop.call_later(timeout, time_is_up)
+            return
         reply.ended = "timeout"
         connection.shutdown(socket.SHUT_WR)  # tells the child to flush
         timer = loop.call_later(FLUSH_SECONDS, finish)
 
+    given_up = loop.time() + START_SECONDS
     timer = loop.call_later(timeout, time_is_up)
     loop.add_reader(descriptor, read)
     try:
@@ -519,7 +602,7 @@ async def _converse(connection: socket.socket, reply: _Reply, timeout: float) ->
         if error:
             raise _NotStarted(str(error))  # a reset: the source was in the socket when its other end was closed
         if reply.ended == "timeout" and _is_unread(connection):
-            raise _NotStarted("the worker did not take the call")
+            raise _NotStarted("the worker does not respond")
     finally:
         timer.cancel()
         if not loop.is_closed():
@@ -538,23 +621,6 @@ def _end(connection: socket.socket) -> None:
     except OSError:
         pass  # its other end is closed already
     connection.close()
-
-
-def _request(code: str, tree: ast.Module) -> bytes:
-    """What a child reads: the first and the last byte of a last expression, whose value it shows; the source."""
-    source, start, end = code.encode(), 0, 0
-    if tree.body and isinstance(tree.body[-1], ast.Expr):
-        last = tree.body[-1]
-        start = _position(source, last.lineno, last.col_offset)
-        end = _position(source, last.end_lineno, last.end_col_offset)
-    return b"%d %d\n%b" % (start, end, source)
-
-
-def _position(source: bytes, line: int, column: int) -> int:
-    position = 0
-    for _ in range(line - 1):
-        position = source.index(b"\n", position) + 1
-    return position + column
 
 
 async def _run(key: _WorkerKey, request: bytes, timeout: float, keep: int) -> _Reply:
@@ -611,14 +677,14 @@ def _signal_name(number: int) -> str:
 
 
 def _observation(reply: _Reply, timeout: float, memory_bytes: int, most: int) -> ToolOutput:
+    """At most `most` characters: first what went wrong, then errors, and the rest for the output."""
     outcome, ending = _ending(reply, timeout, memory_bytes)
-    parts = []
-    if reply.output.size:
-        parts.append("Output:\n" + reply.output.text(most).removesuffix("\n"))
+    parts = [_shorten(ending, most // 2)] if ending else []
     if reply.errors.size:
-        parts.append("Errors:\n" + reply.errors.text(most // 4).removesuffix("\n"))
-    if ending:
-        parts.append(ending)
+        parts.insert(0, "Errors:\n" + reply.errors.text(most // 4))
+    if reply.output.size:
+        rest = most - len("Output:\n") - sum(len(part) + 2 for part in parts)
+        parts.insert(0, "Output:\n" + reply.output.text(rest))
     if not parts:
         parts.append("No output. Use print(...) to see a value.")
     return ToolOutput("\n\n".join(parts), outcome)
@@ -653,39 +719,36 @@ class PythonSandbox:
 
         A syntax error is not a safety matter: nothing runs, and the observation is Python's own message.
         """
-        parsed = sandbox_policy.parse(code)
-        message = parsed.refusal if parsed.tree is None else sandbox_policy.check(parsed.tree, self.allowed_modules)
+        message = self._review(code).refusal
         return not message, message
+
+    def _review(self, code: str) -> sandbox_policy.Review:
+        return _review(code, frozenset(self.allowed_modules))
 
     async def execute_code(self, code: str) -> ToolOutput:
         """The observation for this code. SandboxError: the machinery failed."""
         code = code.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")  # as Python itself reads it
+        if len(code) > LONG_CODE_CHARS:
+            await asyncio.to_thread(self._review, code)  # what follows finds it done
         safe, message = self._check_code_safety(code)
         if not safe:
             return ToolOutput(f"Error: not allowed: {message}", "refused")
-        parsed = sandbox_policy.parse(code)
-        if parsed.tree is None:  # judged here and never run: what the host cannot read it cannot have checked
-            return ToolOutput(f"Error: {_syntax_message(parsed)}", "error")
-        libraries = ()
-        if not self.allowed_modules <= sandbox_policy.DEFAULT_MODULES:
-            extra = {
-                name.split(".")[0]
-                for name in sandbox_policy.imported_modules(parsed.tree)
-                if sandbox_policy.is_allowed(name, self.allowed_modules)
-            }
-            libraries = tuple(sorted(name for name in extra - sandbox_policy.DEFAULT_MODULES))
-        disabled = tuple(filter(None, os.environ.get("RETOOL_SANDBOX_DISABLE", "").split(",")))
+        review = self._review(code)
+        if review.unreadable:  # ends here and is never run: what the host cannot read it cannot have checked
+            return ToolOutput(f"Error: {review.unreadable}", "error")
+        key = _WorkerKey(self._libraries(review), self.memory_bytes, _disabled_layers())
         most = TOOL_CONFIGS["max_output_chars"]
-        key = _WorkerKey(libraries, self.memory_bytes, disabled)
-        reply = await _run(key, _request(code, parsed.tree), self.timeout, keep=4 * most)
+        request = b"%d %d\n%b" % (*review.shown, code.encode())
+        reply = await _run(key, request, self.timeout, keep=4 * most)
         return _observation(reply, self.timeout, self.memory_bytes, most)
 
-
-def _syntax_message(parsed: sandbox_policy.Parsed) -> str:
-    if parsed.error is None:
-        return parsed.refusal
-    lines = traceback.format_exception_only(type(parsed.error), parsed.error)
-    return "".join(lines).rstrip("\n").replace('  File "<code>", line ', "  line ")[:2000]
+    def _libraries(self, review: sandbox_policy.Review) -> tuple[str, ...]:
+        """What the code imports beyond what every worker has."""
+        extra = self.allowed_modules - sandbox_policy.DEFAULT_MODULES
+        if not extra:
+            return ()
+        imported = {module.split(".")[0] for module in review.imports if sandbox_policy.is_allowed(module, extra)}
+        return tuple(sorted(imported))
 
 
 ToolHandler = Callable[[dict], Awaitable[str]]
