@@ -217,21 +217,20 @@ def test_without_vimes_private_mapping(rollout, tool, monkeypatch):
 
 
 def test_what_the_answer_holds_reaches_the_sample(rollout, tool):
-    def experts(payload, index):
+    def script(payload, index):
         turn = [Turn(call("1")), ANSWER][index]
         ids = rollout.tokenizer.sampled(turn.text)
         rows = len(payload["token_ids"]) + len(ids) - 1
-        raw = io.BytesIO()
-        numpy.save(raw, numpy.full((rows, 2, 2), index + 1, dtype=numpy.uint8))
+        experts = numpy.full((rows, 2, 2), index + 1, dtype=numpy.uint8)
         extra = {
-            "routed_experts": base64.b64encode(raw.getvalue()).decode(),
+            "routed_experts": npy(experts),
             "weight_versions": [{"version": f"v{index}", "start": 0, "end": len(ids)}],
             "sampling_mask": [[token, token + 1] for token in ids],
         }
         speculation = {"num_accepted_draft_tokens": 2, "num_draft_tokens": 4, "num_spec_steps": 3}
         return Turn(turn.text, extra=extra, answer={"metrics": {"speculative_decoding": speculation}})
 
-    sample = rollout.run(experts, vllm_speculative_config="on")
+    sample = rollout.run(script, vllm_speculative_config="on")
     assert sample.weight_versions == ["v0", "v1"]
     assert sample.prefix_cache_info.total_prompt_tokens == sum(len(r.payload["token_ids"]) for r in rollout.requests)
     assert sample.prefix_cache_info.cached_tokens == sum(len(r.payload["token_ids"]) // 2 for r in rollout.requests)
@@ -475,9 +474,30 @@ def test_an_answer_that_cannot_be_read(rollout, tool, body):
     assert_lost(rollout.run([Turn(body=body)]))
 
 
-@pytest.mark.parametrize("experts", ["!!!", base64.b64encode(b"junk").decode()])
-def test_broken_routed_experts(rollout, tool, experts):
-    assert_lost(rollout.run([Turn(ANSWER.text, extra={"routed_experts": experts})]))
+def npy(array):
+    raw = io.BytesIO()
+    numpy.save(raw, array)
+    return base64.b64encode(raw.getvalue()).decode()
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"routed_experts": "!!!"},
+        {"routed_experts": base64.b64encode(b"junk").decode()},
+        {"routed_experts": npy(numpy.zeros((3, 2, 2), dtype=numpy.uint8))},
+        {"sampling_mask": [[1]]},
+        {"sampling_mask": [1, 2]},
+        {"weight_versions": ["v1"]},
+    ],
+)
+def test_replay_data_that_does_not_fit(rollout, tool, extra):
+    assert_lost(rollout.run([Turn(ANSWER.text, extra=extra)]))
+
+
+def test_images_are_refused(rollout):
+    with pytest.raises(ValueError, match="text only"):
+        rollout.run([], sample=Sample(prompt="Q", multimodal_inputs={"images": ["x.png"]}))
 
 
 def test_an_empty_answer_is_a_turn(rollout, tool, monkeypatch):

@@ -321,12 +321,6 @@ def read_action(text: str, over: bool | None = None) -> Action:
     return _read_block(text, calls[0])._replace(made_up=made_up)
 
 
-def _final_action(text: str) -> Action:
-    """The action of a turn to which nothing will be added, whatever its strings wait for."""
-    action = read_action(text)
-    return read_action(text, over=True) if action.waits else action
-
-
 def postprocess_predictions(text: str) -> tuple[str | None, Any]:
     """("code", source), ("answer", what the box holds), ("tool", {"name", "arguments"}), or (None, "")."""
     action = read_action(text)
@@ -344,7 +338,9 @@ def postprocess_responses(text: str) -> str:
 
 async def execute_predictions(text: str) -> tuple[str, bool]:
     """(observation in its frame, done) for a whole turn; ("", True) for an answer. SandboxError as execute_tool."""
-    action = _final_action(text)
+    action = read_action(text)
+    if action.waits:
+        action = read_action(text, over=True)
     if action.kind == "answer":
         return "", True
     before, after = _frame(action.dialect, text)
@@ -508,6 +504,8 @@ def _last_answer(words: str, over: bool) -> _Box | None:
 
 def _boxes(words: str) -> list[_Box]:
     """Every complete box that holds something, in order."""
+    if "\\boxed" not in words:  # most turns call a tool
+        return []
     closing: dict[int, int] = {}
     opened: list[int] = []
     for brace in _BRACES.finditer(words):
@@ -682,8 +680,9 @@ def _http_status(error: BaseException | None) -> int | None:
 async def _complete(args, sample: Sample, params: dict[str, Any]) -> _Completion:
     """Continue the sample's ids. EngineError where the answer cannot be used, an abort is an ordinary answer."""
     headers = None
-    if sample.session_id and getattr(args, "router_policy", None) == "consistent_hash":
-        headers = {"x-session-id": sample.session_id}  # all turns meet their KV cache on one engine
+    session_id = getattr(sample, "session_id", None)
+    if session_id and getattr(args, "router_policy", None) == "consistent_hash":
+        headers = {"x-session-id": session_id}  # all turns meet their KV cache on one engine
     payload = {
         "model": args.hf_checkpoint,
         "token_ids": list(sample.tokens),
@@ -925,6 +924,8 @@ def _open_episode(args, sample: Sample, sampling_params: dict[str, Any], evaluat
     ), "retool cannot continue partial rollouts: start vime without --partial-rollout"
     if not hasattr(sample, "append_response_tokens"):
         raise RuntimeError("this vime is too old for retool: Sample.append_response_tokens (July 2026) is missing")
+    if any(value is not None for value in (getattr(sample, "multimodal_inputs", None) or {}).values()):
+        raise ValueError("retool handles text only, and the sample has multimodal inputs")
     state = GenerateState(args)
     tools = tool_registry.get_tool_specs()
     prompt = _prompt_text(sample.prompt, tools)
@@ -1002,9 +1003,10 @@ async def _sample_turn(episode: Episode) -> Turn:
         turn = Turn(text, read_action(text))
         if not turn.action.waits or not completion.token_ids:
             break
-    action = _final_action(turn.text)
-    episode.made_up += action.made_up
-    return turn._replace(action=action)
+    if turn.action.waits:
+        turn = turn._replace(action=read_action(turn.text, over=True))
+    episode.made_up += turn.action.made_up
+    return turn
 
 
 def _params_for(episode: Episode, room: int) -> dict[str, Any]:
@@ -1015,10 +1017,13 @@ def _params_for(episode: Episode, room: int) -> dict[str, Any]:
 
 
 def _record(episode: Episode, ids: list[int], text: str, log_probs: list[float] | None, meta: dict | None) -> None:
-    """The one writer of tokens: ids, mask, log-probs and text move together or not at all."""
-    episode.sample.append_response_tokens(
-        episode.args, tokens=ids, log_probs=log_probs, trainable=log_probs is not None, meta_info=meta, text=text
-    )
+    """The one writer of tokens: ids, mask, log-probs and text move together. EngineError for meta that does not fit."""
+    try:
+        episode.sample.append_response_tokens(
+            episode.args, tokens=ids, log_probs=log_probs, trainable=log_probs is not None, meta_info=meta, text=text
+        )
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise EngineError(f"the engine's answer does not fit the sample: {error}") from error
 
 
 def _end_reason(episode: Episode, turn: Turn, frame: tuple[str, str]) -> str | None:
