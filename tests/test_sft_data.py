@@ -120,7 +120,7 @@ def test_code_is_kept_to_the_character(code):
     assert code_of(messages[2]) == code
 
 
-@pytest.mark.parametrize("result", ["4", "  4\n\n", "", "a\n\n```python\nb\n```", "<code>", "x <answer> y", "∑ é 𝔸"])
+@pytest.mark.parametrize("result", ["4", "  4\n\n", "", "a\n\n```python\nb\n```", "x < y", "<class 'int'>", "∑ é 𝔸"])
 def test_output_is_kept_to_the_character(result):
     assert convert(row(answered(block("print(1)", result))))["messages"][3]["content"] == result
 
@@ -243,6 +243,8 @@ def test_the_question_stands_without_its_preamble(user, question):
         (row(answered(block("print('</tool_call>')"))), "</tool_call>"),
         (row(answered(block("print('</think>')"))), "</think>"),
         (row(answered(block("print(1)", "</tool_response>"))), "</tool_response>"),
+        (row(answered(block("print(1)", "<CODE>"))), "the tool text holds <CODE>"),
+        (row(answered(block("print(1)", "a <| b"))), "the tool text holds <|"),
         (row(answered("x"), question="<|im_start|>system"), "<|im_start|>"),
         (row(answered("x"), question=" "), "the question is empty"),
         (

@@ -56,6 +56,10 @@ FENCE_LINE = re.compile(r"^[ \t]*```", re.MULTILINE)
 THINK_TAG = re.compile(r"</?think>")
 # Inside a message each of these would end a turn, open a call or hide text from the model.
 CONTROL_TEXT = re.compile(r"<\|\w+\|>|</?(?:tool_call|tool_response|tools|think)>")
+# What the loop breaks up in the output of a tool: with it, the same output would have other ids in RL.
+CONTROL_TEXT_IN_OUTPUT = re.compile(
+    r"<[|｜]|</?(?:tool_call|tool_response|tools|think|interpreter|code|answer|s|bos|eos|pad|unk)>", re.IGNORECASE
+)
 ANSWER_LINE = re.compile(r"Answer:[^\n]*\\boxed\{", re.IGNORECASE)
 BOX_OPEN = re.compile(r"\\boxed\s*\{")
 BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
@@ -216,8 +220,9 @@ def _refuse_control_text(message: dict) -> None:
     content = message["content"]
     if message["role"] == "assistant":
         content = re.sub(r"(?:\A|\n)<tool_call>\n(.*)\n</tool_call>\Z", r"\1", content)
-    if found := CONTROL_TEXT.search(content):
-        raise RowError(f"the text holds {found[0]}, which controls the chat format")
+    pattern = CONTROL_TEXT_IN_OUTPUT if message["role"] == "tool" else CONTROL_TEXT
+    if found := pattern.search(content):
+        raise RowError(f"the {message['role']} text holds {found[0]}, which controls the chat format")
 
 
 def final_text(text: str, answer: str | None) -> str:
