@@ -158,9 +158,9 @@ CHILD_CALLS = {
 }  # fmt: skip
 WORKER_CALLS = {
     "clone": (56, 220), "fork": (57, None), "wait4": (61, 260), "waitid": (247, 95), "kill": (62, 129),
-    "prctl": (157, 167), "setpgid": (109, 154), "prlimit64": (302, 261),
-    "recvmsg": (47, 212), "epoll_ctl": (233, 21), "epoll_wait": (232, None), "epoll_pwait": (281, 22),
-    "close_range": (436, 436), "landlock_restrict_self": (446, 446),
+    "prctl": (157, 167), "setpgid": (109, 154), "prlimit64": (302, 261), "recvmsg": (47, 212), "shutdown": (48, 210),
+    "epoll_ctl": (233, 21), "epoll_wait": (232, None), "epoll_pwait": (281, 22), "close_range": (436, 436),
+    "landlock_restrict_self": (446, 446),
 }  # fmt: skip
 LIBRARY_CALLS = {  # for late imports, where Landlock says of what
     "open": (2, None), "openat": (257, 56), "stat": (4, None), "lstat": (6, None), "newfstatat": (262, 79),
@@ -170,9 +170,8 @@ LIBRARY_CALLS = {  # for late imports, where Landlock says of what
 }  # fmt: skip
 CLONE3 = {"clone3": (435, 435)}  # takes its flags where no filter can look; the C library falls back if it is missing
 
-WRITING = (
-    os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND | 0o20000000
-)  # the last is O_TMPFILE's own bit
+TMPFILE_BIT = 0o20000000  # of O_TMPFILE, whose other bit is O_DIRECTORY
+WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND | TMPFILE_BIT
 PROT_EXEC = 4
 # Call: (number of an argument, bits that must not be set in it).
 NO_NATIVE_CODE = {"mmap": (2, PROT_EXEC), "mprotect": (2, PROT_EXEC)}
@@ -679,11 +678,23 @@ class Worker:
                 self.epoll.unregister(descriptor)
             except OSError:
                 pass  # the host had closed it
-            try:
-                call.send(b"X%d" % os.waitstatus_to_exitcode(status), socket.MSG_DONTWAIT)
-            except OSError:
-                pass  # the host has its answer, or is not reading
+            self.tell_status(call, os.waitstatus_to_exitcode(status))
             call.close()
+
+    @staticmethod
+    def tell_status(call: socket.socket, status: int) -> None:
+        """Nothing if it died with its request unread: closing then resets the call, and the host tries again."""
+        try:
+            if status != 0:
+                call.shutdown(socket.SHUT_RD)  # no request can come in after this look
+                try:
+                    if call.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
+                        return
+                except BlockingIOError:
+                    pass
+            call.send(b"X%d" % status, socket.MSG_DONTWAIT)
+        except OSError:
+            pass  # the host has its answer, or is not reading
 
 
 def main() -> None:

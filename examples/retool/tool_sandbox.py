@@ -666,7 +666,7 @@ def _ending(reply: _Reply, timeout: float, memory_bytes: int) -> tuple[str, str]
         return "memory", f"Error: MemoryError: the call was killed, out of memory. {memory_hint}"
     if reply.exit_status is not None and reply.exit_status < 0:
         return "crashed", f"Error: the interpreter crashed ({_signal_name(-reply.exit_status)})."
-    return "crashed", "Error: the call ended without a result."
+    return "crashed", f"Error: the interpreter ended by itself (exit status {reply.exit_status})."
 
 
 def _signal_name(number: int) -> str:
