@@ -195,19 +195,20 @@ class _PolicyCheck:
         self.suspicious_text = ""
 
     def run(self, tree: ast.Module) -> None:
-        for node in _walk(tree):
-            check = self.CHECKS.get(node.__class__)
-            if check is not None:
-                try:
+        node: Any = tree
+        try:
+            for node in _walk(tree):
+                check = self.CHECKS.get(node.__class__)
+                if check is not None:
                     check(self, node)
-                except Refused as refused:
-                    raise Refused(f"line {getattr(node, 'lineno', '?')}: {refused}") from None
-        for names, value in self.assignments:
-            for name in names:
-                self.modules.setdefault(name, set()).update(self.resolve(value))
-        for base, attribute in reversed(self.module_uses):  # inner attributes first, so that each is resolved once
-            for module in self.resolve(base):
-                self.check_member(module, attribute)
+            for names, value in self.assignments:
+                for name in names:
+                    self.modules.setdefault(name, set()).update(self.resolve(value))
+            for node, attribute in reversed(self.module_uses):  # inner ones first, so that each is resolved once
+                for module in self.resolve(node):
+                    self.check_member(module, attribute)
+        except Refused as refused:
+            raise Refused(f"line {node.lineno}: {refused}") from None
         if self.dynamic_format and self.suspicious_text:
             raise Refused(f"a format string that may read {self.suspicious_text!r}. Use an f-string.")
 

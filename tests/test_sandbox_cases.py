@@ -1,0 +1,609 @@
+"""What a source may do and what its observation says: the handed cases, and the families they stand for."""
+
+import asyncio
+import json
+import os
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+import sandbox_policy
+import tool_sandbox
+from tool_sandbox import PythonSandbox, SandboxError, ToolOutput, ToolRegistry
+
+CASES = Path(__file__).resolve().parent / "cases"
+
+
+def handed(name: str) -> list:
+    lines = (CASES / name).read_text(encoding="utf-8").splitlines()
+    return [pytest.param(json.loads(line), id=f"{name}-{number}") for number, line in enumerate(lines, 1) if line]
+
+
+def run(code: str, timeout: float = 20, memory: str = "1GB", modules=()) -> ToolOutput:
+    sandbox = PythonSandbox(timeout, memory)
+    sandbox.allowed_modules |= set(modules)
+    return asyncio.run(sandbox.execute_code(code))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Results
+
+
+@pytest.mark.parametrize("case", handed("execution.jsonl"))
+def test_handed_execution(case):
+    result = run(case["code"], case.get("timeout", 20))
+    assert isinstance(result, str)
+    assert result.startswith(case.get("starts", ""))
+    for text in case.get("contains", []):
+        assert text in result
+    for text in case.get("absent", []):
+        assert text not in result
+    assert len(result) <= case.get("max_chars", tool_sandbox.TOOL_CONFIGS["max_output_chars"])
+    if case.get("repeat_differs"):
+        assert run(case["code"]) != result
+    if case.get("repeat_same"):
+        assert run(case["code"]) == result
+
+
+@pytest.mark.parametrize(
+    "code, shown",
+    [
+        ("1 + 1", "2"),
+        ("x = 2; x * 3", "6"),
+        ("x = 2; \\\n x * 3", "6"),
+        ("x = 1\n(x +\n 1)  # a comment", "2"),
+        ("(1, 2)\n\n\n# the end", "(1, 2)"),
+        ("'π' * 2", "'ππ'"),
+        ("s = 'ü'; s", "'ü'"),
+        ("x = [\n  1,\n]\nx", "[1]"),
+        ("*range(3),", "(0, 1, 2)"),
+        ("if True:\n    5\n'end'", "'end'"),
+        ("def f():\n    return 7\nf()", "7"),
+        ("'''a\nb'''", "'a\\nb'"),
+        ("x = 1\r\nx + 1\r\n", "2"),
+        ("x = 1\rx + 1", "2"),
+        ("\ufeff3 * 3", "9"),
+        ("[y := 4, y ** 2]", "[4, 16]"),
+        ("lambda: 0", "<function <lambda>"),
+    ],
+)
+def test_value_of_the_last_expression_is_shown(code, shown):
+    result = run(code)
+    assert result.startswith("Output:\n" + shown) and result.outcome == "ok"
+
+
+@pytest.mark.parametrize("code", ["None", "x = 1", "if True:\n    5", "for i in range(3):\n    i", "# nothing"])
+def test_nothing_to_show_asks_for_print(code):
+    assert run(code) == "No output. Use print(...) to see a value."
+
+
+@pytest.mark.parametrize(
+    "code, line, error",
+    [
+        ("\n\n\n1/0", 4, "ZeroDivisionError: division by zero"),
+        ("x = 1\n(1 +\n 1 / 0)", 3, "ZeroDivisionError"),
+        ("def f():\n    return g()\ndef g():\n    raise KeyError('k')\nf()", 4, "KeyError: 'k'"),
+        ("import json\njson.loads('{')", 2, "json.decoder.JSONDecodeError"),
+        ("a = 1\nreturn a", 2, "SyntaxError: 'return' outside function"),
+        ("a = 1\n  b = 2", 2, "IndentationError: unexpected indent"),
+        ("x = 'abc", 1, "SyntaxError: unterminated string"),
+        ("raise ValueError('two\\nlines')", 1, "ValueError: two\nlines"),
+        ("from decimal import Decimal\nDecimal(1) / 0", 2, "decimal.DivisionByZero"),
+        ("assert 1 == 2, 'no'", 1, "AssertionError: no"),
+    ],
+)
+def test_errors_name_the_line_of_the_code(code, line, error):
+    result = run(code)
+    assert result.outcome == "error" and f"line {line}" in result and error in result
+    assert "sandbox_worker" not in result and "<code>" not in result
+
+
+@pytest.mark.parametrize(
+    "code, expected, outcome",
+    [
+        ("import sys\nprint(1, file=sys.stderr)", "Errors:\n1", "ok"),
+        ("import sys\nprint(2)\nprint(1, file=sys.stderr)", "Output:\n2\n\nErrors:\n1", "ok"),
+        ("print(1)\nraise SystemExit(3)", "Output:\n1\n\nError: SystemExit: 3", "error"),
+        ("raise SystemExit('why')", "Error: SystemExit: why", "error"),
+        ("exit()", "No output. Use print(...) to see a value.", "ok"),
+        ("raise KeyboardInterrupt", "KeyboardInterrupt", "error"),
+        ("print('\\ud800')", "Output:\n\\ud800", "ok"),
+        ("print('a\\r\\nb')", "Output:\na\r\nb", "ok"),
+        ("print('no end', end='')", "Output:\nno end", "ok"),
+        (
+            "class E(Exception):\n    def __str__(self):\n        1 / 0\nraise E",
+            "E: <exception str() failed>",
+            "error",
+        ),
+        ("def f(x):\n    return f(x)\nf(1)", "RecursionError", "error"),
+    ],
+)
+def test_what_an_observation_is_made_of(code, expected, outcome):
+    result = run(code, modules={"sys"})
+    assert expected in result and result.outcome == outcome
+
+
+def test_observation_keeps_within_its_limit_and_shows_both_ends():
+    most = tool_sandbox.TOOL_CONFIGS["max_output_chars"]
+    for code in (
+        "print('BEGIN')\nprint('x' * 10**5)\nprint('END')",
+        "print('BEGIN')\nprint('π' * 10**6)\nprint('END')",
+        "import sys\nprint('BEGIN' + 'x' * 10**5 + 'END')\nprint('B' * 10**5, file=sys.stderr)\n1 / 0",
+    ):
+        result = run(code, modules={"sys"})
+        assert len(result) <= most
+        assert "BEGIN" in result and "END" in result and "characters left out" in result
+
+
+def test_output_before_a_timeout_is_kept_to_the_last_line():
+    code = "for i in range(1000):\n    print(i)\nx = 10 ** 10 ** 8"  # the power does not let signal handlers run
+    result = run("import time\n" + code.replace("x = 10 ** 10 ** 8", "time.sleep(60)"), timeout=1.5)
+    assert result.outcome == "timeout" and "\n999\n" in result
+    assert "start" in run("print('start')\n10 ** 10 ** 8", timeout=1)
+
+
+def test_memory_limit_is_the_calls_own():
+    assert run("x = bytearray(200 * 1024**2)\nprint(len(x))", memory="400MB") == f"Output:\n{200 * 1024**2}"
+    result = run("print('before')\nx = []\nwhile True:\n    x.append(bytearray(10**6))", memory="100MB")
+    assert result.outcome == "memory" and "before" in result and "100 MB" in result
+
+
+def test_flood_is_ended():
+    started = time.monotonic()
+    result = run("while True:\n    print('x' * 10**4)", timeout=60)
+    assert result.outcome == "too_long" and time.monotonic() - started < 30
+
+
+@pytest.mark.parametrize(
+    "text, size", [("1GB", 1 << 30), ("512 MB", 1 << 29), (4096, 4096), ("1.5KiB", 1536), ("7", 7)]
+)
+def test_memory_limits_are_read(text, size):
+    assert PythonSandbox(1, text).memory_bytes == size
+
+
+def test_unreadable_memory_limit_is_named():
+    with pytest.raises(ValueError, match="'lots'"):
+        PythonSandbox(1, "lots")
+
+
+def test_calls_share_nothing():
+    mark = "MARK_" + str(time.time_ns())
+    run(f"{mark} = '{mark}'\nimport random\nrandom.seed(1)\nprint({mark})")
+    look = f"import gc\nprint([type(o) for o in gc.get_objects() if '{mark[:9]}' + '{mark[9:]}' in repr(o)[:10000]])"
+    found = run(look, modules={"gc"})
+    assert mark not in found
+    values = {run("import random\nprint(random.random(), random.SystemRandom)") for _ in range(10)}
+    assert len(values) == 10
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Policy
+
+
+@pytest.mark.parametrize("case", handed("policy.jsonl"))
+def test_handed_policy(case):
+    safe, message = PythonSandbox(1, "1GB")._check_code_safety(case["code"])
+    assert safe == (case["allowed"] in (True, None))
+    assert bool(message) != safe
+    if case["allowed"] is None:
+        result = run(case["code"])
+        assert result.outcome == "error" and "SyntaxError" in result and "line 1" in result
+
+
+ORDINARY = """
+from math import *
+from functools import lru_cache, reduce, cached_property, partial
+from collections import abc; import collections.abc
+import collections.abc as cabc; print(cabc.Iterable)
+from __future__ import annotations; x: list[int] = []
+import statistics; print(statistics.mean([1, 2]))
+import random; random.seed(1); print(random.choice([1]))
+import operator; print(sorted([(1, 2)], key=operator.itemgetter(1)))
+from operator import attrgetter; f = attrgetter('real'); print(f(1))
+import operator; f = operator.methodcaller('bit_length'); print(f(5))
+print(getattr(3, 'real')); print(hasattr(3, 'imag'), getattr(3, 'nope', None))
+print('{} {:>5} {0.real}'.format(1, 2)) if False else None
+fmt = '{:.3f}'; print(fmt.format(1.5))
+print('%s' % 'a', f'{1:>{4}}')
+import re; print(re.sub('a', 'b', 'aaa'), re.compile('x'))
+class A:
+    __slots__ = ('x',)
+    __hash__ = None
+    def __eq__(self, other): return True
+class B:
+    def __init__(self): self.__x = 1; self._y = 2
+    def __repr__(self): return f'{type(self).__name__}({self._y})'
+class C(dict):
+    def __missing__(self, key): return super().__getitem__(0)
+class D:
+    def __init__(self): self.x = 1
+class E(D):
+    def __init__(self): D.__init__(self)
+def outer():
+    def inner(): pass
+    inner.__name__ = 'renamed'
+    return inner.__doc__, inner.__qualname__
+self_os = 1; os_count = 2; print(self_os + os_count)
+match [1, 2]:
+    case [int(real=r), *rest]: print(r, rest)
+    case {'a': 1, **kw}: print(kw)
+import datetime as d; print(d.datetime(2020, 1, 1).time())
+import time; print(time.time() > 0)
+from dataclasses import dataclass, field; print(field)
+import typing as t; X = t.Optional[int]
+def f(x: 'int', y: "list[int]" = None) -> 'str': return 'a'
+import math as m, itertools as it; print(m.pi, list(it.islice(it.count(), 2)))
+print([x for x in dir() if not x.startswith('_')])
+import json; print(json.dumps({'a': json.decoder.JSONDecodeError.__name__}))
+print("use __class__ or eval('1') or import os in a string")
+import copy; print(copy.deepcopy([1]))
+import decimal; decimal.getcontext().prec = 50; print(decimal.Decimal(2).sqrt())
+if __name__ == '__main__': print(__name__)
+""".strip()
+
+
+def statements(text: str) -> list[str]:
+    """Programs, each a line with the indented lines behind it."""
+    programs = []
+    for line in text.split("\n"):
+        if line.startswith((" ", "\t")):
+            programs[-1] += "\n" + line
+        else:
+            programs.append(line)
+    return [textwrap.dedent(program) for program in programs]
+
+
+@pytest.mark.parametrize("code", statements(ORDINARY))
+def test_ordinary_code_is_let_through(code):
+    assert PythonSandbox(1, "1GB")._check_code_safety(code) == (True, "")
+
+
+REFUSED = r"""
+from os import *
+import os as math
+import math, sys
+import collections.abc, os.path
+import json.tool, subprocess
+from . import x
+from .os import path
+from math import __loader__
+from random import _os
+from random import _os as r
+from statistics import sys as s
+from typing import sys
+from re import _compiler
+import re._compiler
+import random; random._os.getcwd()
+import random as r; r._inst
+import statistics as s; s.sys
+import statistics; m = statistics; m.sys
+import statistics; a = statistics; b = a; b.sys.exit()
+import statistics; (m := statistics).sys
+import statistics; x = [statistics][0].sys
+import dataclasses; dataclasses.inspect
+import contextlib; contextlib.os
+import collections; collections._sys
+import json; json.codecs.open('/etc/passwd')
+import json; json.decoder.scanner._os
+import typing; typing.get_type_hints(f)
+import typing; typing.ForwardRef('x')
+from typing import get_type_hints as g
+import statistics; getattr(statistics, 'sys')
+import random; getattr(random, '_os')
+e = exec
+(lambda f=eval: f('1'))()
+[open][0]('x')
+print(*map(eval, ['1']))
+def f(x=compile): pass
+@eval\ndef f(): pass
+class A(metaclass=eval): pass
+with open('x') as f: pass
+x: eval = 1
+x = 1 if input() else 2
+f'{eval("1")}'
+f'{(1).__class__}'
+f'{1:{open("x")}}'
+print(vars(), locals())
+breakpoint()
+(x := globals)()
+del globals
+global __builtins__; __builtins__ = {}
+__builtins__.eval
+__loader__
+__spec__
+__import__
+ｅval('1')
+class A:\n    def f(self): return __class__
+().__class__.__bases__[0].__subclasses__()
+''.__class__
+f.__globals__
+f.__code__
+f.__closure__
+f.__defaults__
+f.__dict__
+f.__init__.__globals__
+print.__self__
+type(1).__mro__
+type.__subclasses__(type)
+object.__getattribute__(1, 'x')
+super().__class__
+super().__getattribute__('x')
+super().__init__.__globals__
+super().__reduce_ex__(2)
+e.__traceback__.tb_frame
+e.__context__
+g.gi_frame.f_back.f_globals
+c.cr_frame
+a.ag_frame
+(x for x in ()).gi_code
+tb.tb_frame.f_locals
+x.f_builtins
+del x.__class__
+x.__class__ = y
+x.__class__: int = 1
+for x.__class__ in []: pass
+with a as x.__class__: pass
+getattr(x, '__class__')
+getattr(x, '__cl' + 'ass__')
+getattr(x, name)
+getattr(x, *names)
+getattr(*args)
+g = getattr; g(x, 'y')
+list(map(getattr, [1], ['real']))
+setattr(x, '__class__', y)
+setattr(x, '__cl' 'ass__', y)
+delattr(x, name)
+from operator import attrgetter; attrgetter('__class__')(1)
+from operator import attrgetter as a; a('real.__class__')(1)
+from operator import attrgetter as a; a(name)
+from operator import attrgetter as a; f = a
+import operator; operator.attrgetter('a', '__class__')
+import operator as o; o.methodcaller('__getattribute__', 'x')
+import operator; g = operator.attrgetter
+from operator import *; g = attrgetter
+'{0.__class__}'.format(1)
+'{0.real.__class__.__mro__}'.format(1)
+'{x[0].__class__}'.format(x=[1])
+'{0.gi_frame.f_globals}'.format(g)
+'{0.__class__}'.format_map({})
+s = '{0.__class__}'; s.format(1)
+str.format('{0.__class__}', 1)
+('{0.__cl' + 'ass__}').format(1)
+f = '{0.__class__}'.format; f(1)
+import string; string.Formatter().format('{0.__class__}', 1)
+match x:\n    case object(__class__=c): pass
+match x:\n    case [object(gi_frame=f)]: pass
+try: pass\nexcept eval: pass
+lambda: __import__('os')
+async def f(): await open('x')
+def f(x: "__import__('os').system('id')"): pass
+def f() -> "a.__class__": pass
+x: "list[open('x')]" = 1
+""".strip()
+
+
+@pytest.mark.parametrize("code", [line.replace("\\n", "\n") for line in REFUSED.split("\n")])
+def test_evasions_are_refused_with_a_reason(code):
+    assert not sandbox_policy.review(code, sandbox_policy.DEFAULT_MODULES).unreadable
+    safe, message = PythonSandbox(1, "1GB")._check_code_safety(code)
+    assert not safe and message.startswith(("line ", "a format")) and len(message) > 20
+
+
+def test_refusal_is_an_observation_that_names_what_may_be_used():
+    result = run("import math\nimport os")
+    assert result.outcome == "refused" and result.startswith("Error: ")
+    assert "line 2" in result and "'os'" in result and "itertools" in result
+
+
+def test_allowed_modules_can_be_widened_and_narrowed():
+    sandbox = PythonSandbox(20, "1GB")
+    sandbox.allowed_modules |= {"string", "hashlib"}
+    sandbox.allowed_modules -= {"random"}
+    assert sandbox._check_code_safety("import hashlib\nimport string")[0]
+    assert not sandbox._check_code_safety("import random")[0]
+    assert not sandbox._check_code_safety("import statistics\nstatistics.random")[0]
+    result = asyncio.run(sandbox.execute_code("import hashlib\nprint(hashlib.sha256(b'x').hexdigest()[:6])"))
+    assert result == "Output:\n2d7116"
+
+
+def test_policy_can_be_replaced_and_is_looked_up_when_called(monkeypatch):
+    sandbox = PythonSandbox(20, "1GB")
+    monkeypatch.setattr(sandbox, "_check_code_safety", lambda code: (True, ""))
+    assert asyncio.run(sandbox.execute_code("import os\nprint(os.sep)")) == "Output:\n/"
+    monkeypatch.setattr(sandbox, "_check_code_safety", lambda code: (False, "because"))
+    assert "because" in asyncio.run(sandbox.execute_code("print(1)"))
+
+
+@pytest.mark.parametrize(
+    "code, outcome",
+    [
+        ("x = 1\0", "error"),
+        ("x = '\ud800'", "refused"),
+        ("(" * 5000 + ")" * 5000, "error"),
+        ("x = " + "-" * 50_000 + "1", "refused"),
+        ("x = " + "1+" * 20_000 + "1", "refused"),
+        ("x = " + "a." * 20_000 + "b", "refused"),
+        ("x = " + "lambda:" * 8_000 + "1", "refused"),
+        ("x = " + "not " * 14_000 + "1", "refused"),
+        ("x = " + "[" * 90 + "]" * 90, "ok"),
+        ("\n".join(" " * i + "if 1:" for i in range(101)) + "\n" + " " * 101 + "x", "error"),
+        ("x = " + "9" * 5000, "error"),
+        ("x = 1\n" * 20_000, "refused"),
+        ("x = 1\n" * 5_000 + "x", "ok"),
+        ("π" * 40_000, "refused"),
+    ],
+)
+def test_what_the_parser_cannot_take_is_an_observation(code, outcome):
+    result = run(code)
+    if code.endswith("\0"):  # Python 3.12 made a SyntaxError of it
+        assert result.outcome in ("error", "refused")
+    else:
+        assert result.outcome == outcome
+    assert len(result) <= tool_sandbox.TOOL_CONFIGS["max_output_chars"]
+
+
+def test_review_takes_linear_time():
+    """Twice the source takes about twice as long, whatever its shape: no pass over all for each part."""
+    shapes = {
+        "attributes": lambda n: "x = " + "a." * n + "b",
+        "assignments": lambda n: "import math\n" + "\n".join(f"a{i + 1} = a{i}.x" for i in range(n)),
+        "imports": lambda n: "import " + ", ".join(f"math as m{i}" for i in range(n)),
+        "annotations": lambda n: "\n".join(f"a{i}: 'x.y' = 1" for i in range(n)),
+        "calls": lambda n: "x = getattr(1, 'real')\n" * n,
+    }
+
+    def seconds(code):
+        best = float("inf")
+        for _ in range(5):
+            started = time.perf_counter()
+            sandbox_policy.review(code, sandbox_policy.DEFAULT_MODULES)
+            best = min(best, time.perf_counter() - started)
+        return best
+
+    for name, shape in shapes.items():
+        small, large = seconds(shape(200)), seconds(shape(800))
+        assert large < 12 * small + 0.005, name  # four times the size; sixteen times would be a square
+
+
+def test_long_sources_are_reviewed_like_short_ones_without_holding_the_loop():
+    padding = "# " + "x" * tool_sandbox.LONG_CODE_CHARS + "\n"
+
+    async def lags_during(code):
+        sandbox, lags, done = PythonSandbox(20, "1GB"), [], False
+
+        async def watch():
+            while not done:
+                started = time.perf_counter()
+                await asyncio.sleep(0)
+                lags.append(time.perf_counter() - started)
+
+        await sandbox.execute_code("print(1)")
+        watcher = asyncio.create_task(watch())
+        result = await sandbox.execute_code(code)
+        done = True
+        await watcher
+        return result, max(lags)
+
+    for code in ("import os", "print(6 * 7)", "x = 1\nx + 1", "1 +", "x = '\ud800'"):
+        short, long = run(code), run(padding + code)
+        assert (long.outcome, long.replace("line 2", "line 1")) == (
+            short.outcome,
+            short.replace("line 2", "line 1"),
+        ) or ("line" in short and long.outcome == short.outcome)
+    heavy = "x = [" + "1, " * 19_000 + "]\nprint(len(x))"
+    started = time.perf_counter()
+    sandbox_policy.review(heavy, sandbox_policy.DEFAULT_MODULES)
+    here = time.perf_counter() - started
+    result, lag = asyncio.run(lags_during(heavy))
+    assert result == "Output:\n19000" and lag < max(0.5 * here, 0.03)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The registry
+
+
+def test_spec_of_the_interpreter_is_the_published_one_key_for_key():
+    assert json.dumps(tool_sandbox.tool_registry.get_tool_specs()) == (
+        '[{"type": "function", "function": {"name": "code_interpreter", "description": "A tool for executing code.", '
+        '"parameters": {"type": "object", "properties": {"code": {"type": "string", '
+        '"description": "The code to execute."}}, "required": ["code"]}}}]'
+    )
+
+
+@pytest.mark.parametrize(
+    "name, arguments, outcome, words",
+    [
+        ("calculator", {}, "not_found", "'calculator' was not found"),
+        ("code_interpreter", {}, "invalid", "missing"),
+        ("code_interpreter", {"code": ""}, "invalid", "empty"),
+        ("code_interpreter", {"code": " \n"}, "invalid", "empty"),
+        ("code_interpreter", {"code": 5}, "invalid", "string, not int"),
+        ("code_interpreter", {"code": None}, "invalid", "string, not NoneType"),
+        ("code_interpreter", ["print(1)"], "invalid", "JSON object"),
+        ("code_interpreter", {"code": "print(1)"}, "ok", "Output:\n1"),
+        ("code_interpreter", {"code": "import os"}, "refused", "'os'"),
+    ],
+)
+def test_execute_tool_answers_every_call_with_a_reason(name, arguments, outcome, words):
+    result = asyncio.run(ToolRegistry().execute_tool(name, arguments))
+    assert result.outcome == outcome and words in result
+
+
+def spec(name):
+    return {"type": "function", "function": {"name": name, "description": "", "parameters": {}}}
+
+
+def test_a_users_own_tool():
+    registry = ToolRegistry()
+
+    async def double(arguments):
+        return str(2 * arguments["x"])
+
+    registry.register_tool("double", spec("double"), double)
+    registry.register_tool("shown_only", spec("shown_only"))
+    assert [entry["function"]["name"] for entry in registry.get_tool_specs()] == [
+        "code_interpreter",
+        "double",
+        "shown_only",
+    ]
+    assert list(registry.tools) == ["code_interpreter", "double", "shown_only"]
+    result = asyncio.run(registry.execute_tool("double", {"x": 21}))
+    assert result == "42" and result.outcome == "ok"
+    assert asyncio.run(registry.execute_tool("shown_only", {})).outcome == "not_found"
+    with pytest.raises(ValueError, match="one name"):
+        registry.register_tool("a", spec("b"))
+
+
+def test_a_failing_handler_is_a_failure_of_the_machinery():
+    registry = ToolRegistry()
+
+    async def broken(arguments):
+        return arguments["missing"]
+
+    async def wordless(arguments):
+        return 5
+
+    registry.register_tool("broken", spec("broken"), broken)
+    registry.register_tool("wordless", spec("wordless"), wordless)
+    with pytest.raises(SandboxError, match="broken.*KeyError") as caught:
+        asyncio.run(registry.execute_tool("broken", {}))
+    assert isinstance(caught.value.__cause__, KeyError)
+    with pytest.raises(SandboxError, match="int, not a string"):
+        asyncio.run(registry.execute_tool("wordless", {}))
+
+
+def test_execute_code_is_looked_up_when_called(monkeypatch):
+    registry = ToolRegistry()
+
+    async def fake(code):
+        return "fake " + code
+
+    monkeypatch.setattr(registry.python_sandbox, "execute_code", fake)
+    assert asyncio.run(registry.execute_tool("code_interpreter", {"code": "x"})) == "fake x"
+
+
+def test_the_limit_is_taken_once_and_looked_up_when_called(monkeypatch):
+    class Counter:
+        inside = taken = 0
+
+        async def __aenter__(self):
+            self.taken += 1
+            self.inside += 1
+            assert self.inside == 1
+
+        async def __aexit__(self, *_):
+            self.inside -= 1
+
+    counter = Counter()
+    monkeypatch.setattr(tool_sandbox, "SEMAPHORE", counter)
+    asyncio.run(ToolRegistry().execute_tool("code_interpreter", {"code": "print(1)"}))
+    assert (counter.taken, counter.inside) == (1, 0)
+
+
+def test_settings_are_those_that_other_code_reads():
+    configs = tool_sandbox.TOOL_CONFIGS
+    for name in ("max_turns", "max_tool_calls", "tool_concurrency", "python_timeout", "python_memory_limit"):
+        assert name in configs
+    assert configs["max_turns"] > configs["max_tool_calls"]
+    assert os.cpu_count() and configs["tool_concurrency"] > 0
