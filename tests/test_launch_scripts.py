@@ -298,6 +298,18 @@ def test_settings_of_the_sandbox_reach_the_job(tree, stage):
 
 
 @both
+def test_gpus_are_counted_as_the_job_sees_them(tree, stage):
+    (tree.root / "bin" / "nvidia-smi").write_text(
+        "#!/bin/sh\n[ \"$1\" = -L ] && printf 'GPU 0: A\\nGPU 1: A\\nGPU 2: A\\nGPU 3: A\\n' || echo 'GPU0 X NV18'\n"
+    )
+    (tree.root / "bin" / "nvidia-smi").chmod(0o755)
+    for changes, count in [({}, "4"), ({"CUDA_VISIBLE_DEVICES": "5,7"}, "2"), ({"NUM_GPUS": "6"}, "6")]:
+        result = dry_run(tree, stage, **{"NUM_GPUS": None, **changes})
+        assert flags_of(job_words(result.stdout))["--actor-num-gpus-per-node"] == [count]
+        assert runtime_env(result.stdout)["NCCL_NVLS_ENABLE"] == "1"
+
+
+@both
 def test_inside_a_vime_checkout_nothing_needs_to_be_set(tree, stage):
     shutil.copytree(EXAMPLE, tree.vime / "examples" / "retool", ignore=shutil.ignore_patterns("__pycache__"))
     script = tree.vime / "examples" / "retool" / f"retool_qwen3_4b_{stage}.sh"
@@ -504,12 +516,11 @@ import torch
 if not torch.cuda.is_available():  # Megatron asks for the GPU's generation while it checks its arguments
     torch.cuda.get_device_properties = lambda *device: types.SimpleNamespace(major=9, minor=0)
 try:
-    from vime.backends.vllm_utils import arguments as vllm_arguments
-    from vllm.entrypoints.openai.cli_args import FrontendArgs
+    from vime.utils.arguments import parse_args
+    from vllm.entrypoints.openai.cli_args import FrontendArgs  # vime imports it while it parses
 except ImportError as error:
     print(f"MISSING {error}")
     sys.exit(0)
-from vime.utils.arguments import parse_args
 args = parse_args()
 print("PARSED", args.rotary_base, args.max_tokens_per_gpu, args.loss_mask_type, args.eval_reward_key)
 """
@@ -678,6 +689,31 @@ def test_a_signal_ends_all_that_was_started(tree, short_tmp, number, code):
     assert process.wait(timeout=60) == code
     assert not any(alive(pid) for pid in pids)
     assert list(short_tmp.iterdir()) == []
+
+
+@needs_ray
+def test_a_cluster_that_runs_already_is_used_and_stays(tree, short_tmp):
+    (tree.root / "bin" / "ray").unlink()
+    after = tree.root / "after"
+    result = subprocess.run(
+        [
+            *[sys.executable, str(EXAMPLE / "local_ray.py"), "--num-gpus", "8", "--", "bash", "-c"],
+            # The second job shows that the first launch left the cluster as it was.
+            'bash "$0" && ray job submit -- touch "$1"',
+            str(EXAMPLE / "retool_qwen3_4b_rl.sh"),
+            str(after),
+        ],
+        env=tree.environment(FAKE_REPORT=str(tree.root / "report.json"), TMPDIR=str(short_tmp), FAKE_EXIT="0"),
+        cwd=tree.root,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert "--address http://127.0.0.1:" in result.stdout
+    report = json.loads((tree.root / "report.json").read_text())
+    assert report["argv"] == job_words(printed_command(result.stdout))
+    assert after.exists() and list(short_tmp.iterdir()) == []
 
 
 @needs_ray

@@ -357,6 +357,18 @@ def test_the_script_writes_what_vime_reads(tmp_path, kind):
     assert [p.name for p in output.parent.iterdir()] == [output.name]
 
 
+def test_vimes_own_dataset_reads_it(tmp_path):
+    vime_data = pytest.importorskip("vime.utils.data", reason="the stand-in has no Dataset; VIME_ROOT names a vime")
+    source = write_jsonl(tmp_path / "in.jsonl", [GOOD])
+    assert run(tmp_path, "--dataset", source, "--output", "out.parquet").returncode == 0
+    dataset = vime_data.Dataset(
+        str(tmp_path / "out.parquet"), None, None, None, prompt_key="messages", tool_key="tools"
+    )
+    (sample,) = dataset.samples
+    assert sample.prompt == convert(GOOD)["messages"]
+    assert sample.metadata["tools"] == tool_registry.get_tool_specs()
+
+
 def test_token_lengths_are_printed(tmp_path, qwen3_tokenizer):
     source = write_jsonl(tmp_path / "in.jsonl", [GOOD] * 3)
     result = run(tmp_path, "--dataset", source, "--tokenizer", qwen3_tokenizer.name_or_path)

@@ -104,7 +104,9 @@ check_environment() {
 }
 
 check_gpus() {
-    if [[ -z "$NUM_GPUS" ]] && command -v nvidia-smi >/dev/null; then
+    if [[ -z "$NUM_GPUS" && -n "${CUDA_VISIBLE_DEVICES:-}" ]]; then
+        NUM_GPUS="$(tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -c .)" # Ray refuses to be given more than these
+    elif [[ -z "$NUM_GPUS" ]] && command -v nvidia-smi >/dev/null; then
         NUM_GPUS="$(nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true)"
     fi
     if [[ -z "$NUM_GPUS" || "$NUM_GPUS" == 0 ]]; then
