@@ -269,7 +269,7 @@ def _library_directories(paths: list[str]) -> list[str]:
 # Layers that are set up once, in the worker
 
 
-def enter_namespaces() -> None:
+def enter_namespaces(control: socket.socket) -> None:
     """Leave the host's namespaces: the caller goes on as first process of its own, a waiting parent stays behind."""
     user, group = os.getuid(), os.getgid()
     flags = CLONE_NEWNS | CLONE_NEWCGROUP | CLONE_NEWUTS | CLONE_NEWIPC | CLONE_NEWPID | CLONE_NEWNET
@@ -282,9 +282,7 @@ def enter_namespaces() -> None:
                 file.write(text)
     inner = os.fork()
     if inner:
-        os.closerange(
-            3, 64
-        )  # the control socket above all: its end of file is how the host learns that the worker died
+        control.close()  # its end of file is how the host learns that the worker died
         os.waitpid(inner, 0)
         os._exit(0)
 
@@ -597,6 +595,7 @@ class Worker:
     def serve(self, confinement: Confinement) -> None:
         """Until the host closes the control socket or dies."""
         self.confinement = confinement
+        self.process = os.getpid()
         self.last_own = max(self.epoll.fileno(), confinement.ruleset or 0)
         while True:
             events = dict(self.epoll.poll())
@@ -632,6 +631,8 @@ class Worker:
         """Every page that this touches is copied for the child, so it is short."""
         os.setpgid(0, 0)
         _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != self.process:
+            os._exit(SETUP_FAILED)  # the worker died before that, and nobody would end this call
         seed(self.states)
         confine_child(self.confinement)
         highest = max(call, self.last_own, *self.calls)
@@ -704,7 +705,7 @@ def main() -> None:
         missing = {name: "switched off" for name in settings.disabled}
         if "namespaces" not in missing:
             try:
-                enter_namespaces()
+                enter_namespaces(control)
             except (Missing, OSError) as error:
                 missing["namespaces"] = str(error)
         preload(settings)

@@ -527,6 +527,9 @@ class _Reply:
         self.exit_status: int | None = None  # from the worker; negative: the signal
         self.ended = ""  # "timeout" or "too_long", where the host ended it
 
+    def is_complete(self) -> bool:
+        return bool(self.ended or self.final or self.exit_status is not None)
+
     def add(self, record: bytes) -> bool:
         """Take in a record; True where nothing more is of interest."""
         letter, data = record[:1], record[1:]
@@ -640,11 +643,20 @@ async def _run(key: _WorkerKey, request: bytes, timeout: float, keep: int) -> _R
             continue
         finally:
             _POOL.leave(worker)
-        if not reply.ended and reply.final is None and reply.exit_status is None and worker.is_dead():
+        if not reply.is_complete() and await _is_dying(worker):
             _POOL.discard(worker)
             raise SandboxError("the sandbox worker died during the call")
         return reply
     raise AssertionError("unreachable")
+
+
+async def _is_dying(worker: _Worker) -> bool:
+    """Whether the worker is dead now or soon: its sockets may close one after the other, as its children end."""
+    for _ in range(100):
+        if worker.is_dead():
+            return True
+        await asyncio.sleep(BUSY_SECONDS)
+    return False
 
 
 def _ending(reply: _Reply, timeout: float, memory_bytes: int) -> tuple[str, str]:
@@ -666,7 +678,9 @@ def _ending(reply: _Reply, timeout: float, memory_bytes: int) -> tuple[str, str]
         return "memory", f"Error: MemoryError: the call was killed, out of memory. {memory_hint}"
     if reply.exit_status is not None and reply.exit_status < 0:
         return "crashed", f"Error: the interpreter crashed ({_signal_name(-reply.exit_status)})."
-    return "crashed", f"Error: the interpreter ended by itself (exit status {reply.exit_status})."
+    if reply.exit_status is not None:
+        return "crashed", f"Error: the interpreter ended by itself (exit status {reply.exit_status})."
+    return "crashed", "Error: the call closed its connection."
 
 
 def _signal_name(number: int) -> str:

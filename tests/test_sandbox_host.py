@@ -1,0 +1,589 @@
+"""The machinery around a call: limits, cancellation, deaths, forks, two loops, and that nothing is left behind."""
+
+import asyncio
+import contextlib
+import gc
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import tool_sandbox
+from tool_sandbox import PythonSandbox, SandboxError, ToolRegistry
+
+EXAMPLE = Path(tool_sandbox.__file__).parent
+BUSY = "while True:\n    pass"
+
+
+def unchecked(timeout=20.0, memory="1GB") -> PythonSandbox:
+    """A sandbox without its first layer."""
+    sandbox = PythonSandbox(timeout, memory)
+    sandbox._check_code_safety = lambda code: (True, "")
+    return sandbox
+
+
+def parents() -> dict[int, tuple[int, str]]:
+    """Every process: its parent's id and its state."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                state, parent = (entry / "stat").read_text().rpartition(") ")[2].split()[:2]
+                found[int(entry.name)] = int(parent), state
+    return found
+
+
+def descendants(root: int) -> set[int]:
+    table, found, new = parents(), set(), {root}
+    while new:
+        new = {process for process, (parent, _) in table.items() if parent in new} - found
+        found |= new
+    return found
+
+
+def processes(root: int | None = None) -> int:
+    return len(descendants(root or os.getpid()))
+
+
+def settled(measure, expected, seconds: float = 5.0):
+    """The value of `measure` once it is `expected`, or its last one."""
+    deadline = time.monotonic() + seconds
+    while (value := measure()) != expected and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return value
+
+
+def descriptors() -> int:
+    gc.collect()
+    return len(os.listdir("/proc/self/fd"))
+
+
+def worker_process() -> int:
+    """The process that forks: the only child of the one that waits outside its namespace, or that one itself."""
+    (future,) = [f for f in tool_sandbox._POOL._workers.values() if f.done()][:1]
+    outer = future.result().process.pid
+    table = parents()
+    inner = [process for process, (parent, _) in table.items() if parent == outer]
+    if len(inner) == 1 and tool_sandbox.SPARE_CHILDREN > 1:
+        return inner[0]
+    return outer
+
+
+@pytest.fixture(autouse=True)
+def fresh_workers():
+    """Each test starts and ends without workers, and leaves no process and no descriptor."""
+    tool_sandbox._POOL.close()
+    tool_sandbox._REVIEWER.close()
+    tool_sandbox._review.cache_clear()
+    before = descriptors(), processes()
+    yield
+    tool_sandbox._POOL.close()
+    tool_sandbox._REVIEWER.close()
+    assert settled(processes, before[1]) == before[1]
+    assert settled(descriptors, before[0]) <= before[0]
+
+
+def run_host(code: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(EXAMPLE)!r})\n{textwrap.dedent(code)}"]
+    return subprocess.run(
+        [*command, *arguments], capture_output=True, text=True, timeout=120, env=os.environ | environment
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The limit on concurrent calls
+
+
+def test_semaphore_bounds_all_loops_together_and_forgets_none():
+    semaphore = tool_sandbox._ProcessSemaphore(3)
+    inside, most, lock, done = 0, 0, threading.Lock(), []
+
+    async def use():
+        nonlocal inside, most
+        async with semaphore:
+            with lock:
+                inside += 1
+                most = max(most, inside)
+            await asyncio.sleep(0.002)
+            with lock:
+                inside -= 1
+
+    async def many():
+        await asyncio.gather(*[use() for _ in range(60)])
+        done.append(True)
+
+    threads = [threading.Thread(target=asyncio.run, args=(many(),)) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert len(done) == 3 and most == 3 and semaphore._free == 3 and not semaphore._waiting
+
+
+@pytest.mark.parametrize("steps", range(6))
+def test_semaphore_survives_cancellation_at_every_step(steps):
+    semaphore = tool_sandbox._ProcessSemaphore(1)
+
+    async def use():
+        async with semaphore:
+            await asyncio.sleep(0)
+
+    async def scenario():
+        async with semaphore:
+            waiting = [asyncio.create_task(use()) for _ in range(3)]
+            await asyncio.sleep(0)
+            if steps % 2:
+                waiting[0].cancel()
+        for _ in range(steps // 2):
+            await asyncio.sleep(0)
+        waiting[1].cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        await asyncio.wait_for(use(), 5)
+
+    asyncio.run(scenario())
+    assert semaphore._free == 1 and not semaphore._waiting
+
+
+def test_semaphore_passes_over_a_loop_that_was_closed_with_a_task_waiting():
+    semaphore = tool_sandbox._ProcessSemaphore(1)
+
+    async def use():
+        async with semaphore:
+            return "in"
+
+    abandoned = asyncio.new_event_loop()
+
+    async def scenario():
+        async with semaphore:
+            task = abandoned.create_task(use())
+            thread = threading.Thread(
+                target=lambda: (abandoned.call_later(0.05, abandoned.stop), abandoned.run_forever())
+            )
+            thread.start()
+            while thread.is_alive():
+                await asyncio.sleep(0.01)
+            abandoned.close()
+            waiter = asyncio.create_task(use())
+            await asyncio.sleep(0)
+        assert await asyncio.wait_for(waiter, 5) == "in"
+        task._log_destroy_pending = False
+
+    asyncio.run(scenario())
+
+
+def test_execute_tool_runs_no_more_calls_at_once_than_configured(monkeypatch):
+    registry, running, most = ToolRegistry(), 0, 0
+
+    async def slow(code):
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0.01)
+        running -= 1
+        return "done"
+
+    monkeypatch.setattr(registry.python_sandbox, "execute_code", slow)
+
+    async def scenario():
+        return await asyncio.gather(*[registry.execute_tool("code_interpreter", {"code": "x"}) for _ in range(100)])
+
+    assert asyncio.run(scenario()) == ["done"] * 100
+    assert most == tool_sandbox.TOOL_CONFIGS["tool_concurrency"]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Many calls
+
+
+def test_import_starts_nothing():
+    code = """
+        import os, threading, tool_sandbox
+        assert threading.active_count() == 1, threading.enumerate()
+        assert not open(f"/proc/self/task/{os.getpid()}/children").read()
+        print(sorted(os.listdir("/proc/self/fd")))
+    """
+    result = run_host(code)
+    assert result.returncode == 0, result.stderr
+    assert len(eval(result.stdout)) <= 4  # the standard streams, and the listing's own
+
+
+def test_many_calls_at_once_each_get_their_own_answer():
+    sandbox = PythonSandbox(20, "1GB")
+
+    async def scenario():
+        return await asyncio.gather(*[sandbox.execute_code(f"print({i} ** 2)") for i in range(120)])
+
+    assert asyncio.run(scenario()) == [f"Output:\n{i**2}" for i in range(120)]
+
+
+def test_two_loops_in_two_threads_share_the_workers():
+    registry, answers = ToolRegistry(), {}
+
+    def loop(name):
+        async def calls():
+            codes = [f"print({name!r}, {i})" for i in range(60)]
+            jobs = [registry.execute_tool("code_interpreter", {"code": code}) for code in codes]
+            answers[name] = await asyncio.gather(*jobs)
+
+        asyncio.run(calls())
+
+    threads = [threading.Thread(target=loop, args=(name,)) for name in ("a", "b")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    for name in ("a", "b"):
+        assert answers[name] == [f"Output:\n{name} {i}" for i in range(60)]
+    assert len(tool_sandbox._POOL._workers) == 1
+
+
+def test_workers_outlive_the_loop_that_started_them():
+    sandbox = PythonSandbox(20, "1GB")
+    assert asyncio.run(sandbox.execute_code("print(1)")) == "Output:\n1"
+    (first,) = tool_sandbox._POOL._workers.values()
+    assert asyncio.run(sandbox.execute_code("print(2)")) == "Output:\n2"
+    (second,) = tool_sandbox._POOL._workers.values()
+    assert first is second
+
+
+def test_the_loop_stays_free_while_calls_are_busy():
+    sandbox, lags = PythonSandbox(3, "1GB"), []
+
+    async def watch():
+        while True:
+            started = time.perf_counter()
+            await asyncio.sleep(0.005)
+            lags.append(time.perf_counter() - started - 0.005)
+
+    async def scenario():
+        await sandbox.execute_code("print(1)")
+        watcher = asyncio.create_task(watch())
+        await asyncio.gather(*[sandbox.execute_code("x = sum(i * i for i in range(200000))") for _ in range(24)])
+        watcher.cancel()
+
+    asyncio.run(scenario())
+    assert max(lags) < 0.25  # benchmark_sandbox.py measures it; here only that nothing waits for a call
+
+
+def test_a_burst_beyond_what_the_worker_can_queue_is_served():
+    sandbox = PythonSandbox(60, "1GB")
+
+    async def scenario():
+        return await asyncio.gather(*[sandbox.execute_code(f"print({i})") for i in range(700)])
+
+    assert asyncio.run(scenario()) == [f"Output:\n{i}" for i in range(700)]
+
+
+def test_nothing_grows_over_many_calls_of_every_kind():
+    sandbox = unchecked(0.3)
+    codes = [
+        "print(1)",
+        "1 / 0",
+        BUSY,
+        "import os\nos._exit(3)",
+        "x = [0] * 10**9",
+        "print('x' * 10**6)",
+        "(",
+        "import os\nos.abort()",
+    ]
+
+    async def batch():
+        tasks = [asyncio.create_task(sandbox.execute_code(code)) for code in codes * 4]
+        await asyncio.sleep(0.05)
+        for task in tasks[::5]:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def state():
+        return descriptors(), processes(), len(os.listdir(tempfile.gettempdir())), threading.active_count()
+
+    asyncio.run(batch())
+    before = settled(state, None, 0.5)
+    for _ in range(3):
+        asyncio.run(batch())
+    after = settled(state, before)
+    assert after[0] <= before[0] and after[1:3] == before[1:3] and after[3] <= before[3]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Cancellation
+
+
+def test_cancelling_kills_the_child_at_once():
+    sandbox = PythonSandbox(60, "1GB")
+
+    async def scenario():
+        await sandbox.execute_code("print(1)")
+        idle = settled(processes, 1 + 1 + tool_sandbox.SPARE_CHILDREN)
+        task = asyncio.create_task(sandbox.execute_code(BUSY))
+        await asyncio.sleep(0.3)
+        assert processes() == idle + 1
+        started = time.monotonic()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert time.monotonic() - started < 0.2
+        assert await asyncio.to_thread(settled, processes, idle, 2) == idle
+        assert await sandbox.execute_code("print(2)") == "Output:\n2"
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("code", ["print(1)", BUSY, "# " + "x" * 2000 + "\nprint(1)"], ids=["short", "busy", "long"])
+def test_cancellation_at_every_await_leaves_nothing(code):
+    registry = ToolRegistry()
+    call = {"code": code}
+
+    async def scenario():
+        await registry.execute_tool("code_interpreter", {"code": "print(0)"})
+        for steps in range(12):
+            task = asyncio.create_task(registry.execute_tool("code_interpreter", call))
+            for _ in range(steps):
+                await asyncio.sleep(0)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            assert task.cancelled() or task.result() == "Output:\n1"
+        for delay in (0.001, 0.003, 0.01, 0.03):
+            task = asyncio.create_task(registry.execute_tool("code_interpreter", call))
+            await asyncio.sleep(delay)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        assert tool_sandbox.SEMAPHORE._free == tool_sandbox.TOOL_CONFIGS["tool_concurrency"]
+        assert not tool_sandbox._POOL._calls
+        assert await registry.execute_tool("code_interpreter", {"code": "print(3)"}) == "Output:\n3"
+
+    asyncio.run(scenario())
+
+
+def test_cancellation_while_the_worker_starts_does_not_spoil_the_start():
+    sandbox = PythonSandbox(20, "1GB")
+
+    async def scenario():
+        first, second = [asyncio.create_task(sandbox.execute_code("print(1)")) for _ in range(2)]
+        await asyncio.sleep(0.001)
+        first.cancel()
+        assert await second == "Output:\n1"
+        assert first.cancelled()
+
+    asyncio.run(scenario())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Deaths
+
+
+MISHAPS = {
+    "exit": "import os\nos._exit(9)",
+    "closed": "import os\nos.closerange(0, 99)\nprint(1)",
+    "segfault": "import ctypes\nctypes.string_at(0)",
+    "deaf": "import _signal\nfor s in range(1, 32):\n    try: _signal.signal(s, 1)\n    except OSError: pass\n" + BUSY,
+    "memory": "x = []\nwhile True: x.append(bytearray(10**6))",
+    "flood": "import sys\nwhile True: sys.stderr.write('x' * 10000)",
+    "garbage": "import os\nfor i in range(99):\n    try: os.write(i, b'?\\0')\n    except OSError: pass\nos._exit(1)",
+    "status": "import os\nfor i in range(100):\n    try: os.write(i, b'Xlots')\n    except OSError: pass",
+    "deep": "import json\njson.loads('[' * 10**6)",
+}
+
+
+@pytest.mark.parametrize("code", MISHAPS.values(), ids=MISHAPS)
+def test_a_call_that_goes_wrong_harms_no_other(code):
+    sandbox = unchecked(2, "200MB")
+
+    async def scenario():
+        beside = [
+            asyncio.create_task(sandbox.execute_code("import time\ntime.sleep(0.3)\nprint(1)")) for _ in range(3)
+        ]
+        result = await sandbox.execute_code(code)
+        assert result.outcome != "ok" and "Error" in result
+        assert await asyncio.gather(*beside) == ["Output:\n1"] * 3
+        assert await sandbox.execute_code("print(2)") == "Output:\n2"
+
+    asyncio.run(scenario())
+
+
+def test_a_call_whose_worker_dies_is_a_failure_of_the_machinery_and_the_next_one_works():
+    sandbox = PythonSandbox(20, "1GB")
+
+    async def scenario():
+        await sandbox.execute_code("print(1)")
+        task = asyncio.create_task(sandbox.execute_code("print('started')\n" + BUSY))
+        await asyncio.sleep(0.3)
+        os.kill(worker_process(), signal.SIGKILL)
+        with pytest.raises(SandboxError, match="died during the call"):
+            await asyncio.wait_for(task, 5)
+        assert await sandbox.execute_code("print(2)") == "Output:\n2"
+
+    asyncio.run(scenario())
+
+
+def test_a_worker_that_died_between_calls_is_replaced_unnoticed():
+    sandbox = PythonSandbox(20, "1GB")
+    for number in range(3):
+        assert asyncio.run(sandbox.execute_code(f"print({number})")) == f"Output:\n{number}"
+        os.kill(worker_process(), signal.SIGKILL)
+        assert settled(lambda: processes() <= 1, True)  # the waiting parent may stay, as a zombie
+
+
+def test_a_waiting_child_that_died_costs_the_call_one_retry():
+    sandbox = PythonSandbox(20, "1GB")
+    asyncio.run(sandbox.execute_code("print(1)"))
+    worker = worker_process()
+    settled(lambda: processes(worker), tool_sandbox.SPARE_CHILDREN)
+    first = min(descendants(worker))
+    os.kill(first, signal.SIGKILL)
+    assert asyncio.run(sandbox.execute_code("print(2)")) == "Output:\n2"
+    assert worker_process() == worker
+
+
+def test_a_worker_that_does_not_respond_is_replaced_and_the_call_sent_again(monkeypatch):
+    monkeypatch.setattr(tool_sandbox, "START_SECONDS", 1.0)
+    monkeypatch.setattr(tool_sandbox, "SPARE_CHILDREN", 0)
+    sandbox = PythonSandbox(0.5, "1GB")
+
+    async def scenario():
+        await sandbox.execute_code("print(1)")
+        (future,) = tool_sandbox._POOL._workers.values()
+        outer = future.result().process.pid
+        for process in descendants(outer) | {outer}:
+            os.kill(process, signal.SIGSTOP)
+        assert await asyncio.wait_for(sandbox.execute_code("print(2)"), 15) == "Output:\n2"
+
+    asyncio.run(scenario())
+
+
+def test_a_worker_that_cannot_start_is_an_error_each_time_and_recovers(monkeypatch, tmp_path):
+    sandbox = PythonSandbox(20, "1GB")
+    with monkeypatch.context() as patch:
+        broken = tmp_path / "worker.py"
+        broken.write_text("raise SystemExit(1)")
+        patch.setattr(tool_sandbox, "WORKER_FILE", broken)
+        for _ in range(2):
+            with pytest.raises(SandboxError, match="failed to start"):
+                asyncio.run(sandbox.execute_code("print(1)"))
+        patch.setattr(sys, "executable", str(tmp_path / "no-python"))
+        with pytest.raises(SandboxError, match="no-python"):
+            asyncio.run(sandbox.execute_code("print(1)"))
+    assert asyncio.run(sandbox.execute_code("print(1)")) == "Output:\n1"
+
+
+def test_a_source_that_crashes_the_reviewer_is_refused_and_the_next_is_reviewed():
+    sandbox = PythonSandbox(20, "1GB")
+    long = "# " + "x" * 2000 + "\nprint(1)"
+    assert asyncio.run(sandbox.execute_code(long)) == "Output:\n1"
+    os.kill(tool_sandbox._REVIEWER._process.pid, signal.SIGKILL)
+    assert asyncio.run(sandbox.execute_code(long + "\n#")).outcome == "refused"
+    assert asyncio.run(sandbox.execute_code(long + "\n##")) == "Output:\n1"
+
+
+def test_everything_ends_with_a_killed_host():
+    code = """
+        import asyncio, os, tool_sandbox
+        async def main():
+            sandbox = tool_sandbox.PythonSandbox(60, "1GB")
+            await sandbox.execute_code("# " + "x" * 2000 + "\\nprint(1)")
+            asyncio.create_task(sandbox.execute_code("while True: pass"))
+            await asyncio.sleep(0.3)
+            print("ready", flush=True)
+            await asyncio.sleep(60)
+        asyncio.run(main())
+    """
+    command = [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(EXAMPLE)!r})\n{textwrap.dedent(code)}"]
+    host = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert host.stdout.readline() == "ready\n"
+    started = descendants(host.pid)
+    assert len(started) >= 4
+    host.kill()
+    host.communicate()
+    gone = settled(lambda: [p for p in started if parents().get(p, (0, "Z"))[1] != "Z"], [])
+    assert gone == []
+
+
+def test_a_forked_host_starts_workers_of_its_own():
+    sandbox = PythonSandbox(20, "1GB")
+    assert asyncio.run(sandbox.execute_code("print(1)")) == "Output:\n1"
+    parent = worker_process()
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            answer = asyncio.run(sandbox.execute_code("print(2)"))
+            mine = worker_process()
+            tool_sandbox._POOL.close()
+            os.write(writer, f"{answer!r} {mine != parent}".encode())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    os.waitpid(child, 0)
+    assert os.read(reader, 100) == b"'Output:\\n2' True"
+    os.close(reader)
+    assert asyncio.run(sandbox.execute_code("print(3)")) == "Output:\n3"
+    assert worker_process() == parent
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Limits and layers
+
+
+def test_memory_counts_per_call():
+    sandbox = PythonSandbox(30, "300MB")
+
+    async def scenario():
+        code = "x = bytearray(200 * 1024**2)\nprint(len(x))"
+        return await asyncio.gather(*[sandbox.execute_code(code) for _ in range(6)])
+
+    assert asyncio.run(scenario()) == [f"Output:\n{200 * 1024**2}"] * 6
+
+
+def test_the_hosts_own_memory_decides_nothing():
+    ballast = bytearray(300 * 1024**2)
+    assert asyncio.run(PythonSandbox(20, "100MB").execute_code("print(1)")) == "Output:\n1"
+    del ballast
+
+
+def test_least_used_workers_go_when_there_are_too_many(monkeypatch):
+    monkeypatch.setattr(tool_sandbox, "MOST_WORKERS", 2)
+    for size in range(100, 600, 100):
+        assert asyncio.run(PythonSandbox(20, f"{size}MB").execute_code("print(1)")) == "Output:\n1"
+    assert settled(lambda: len(tool_sandbox._POOL._workers), 2) == 2
+
+
+@pytest.mark.parametrize("layer", [*tool_sandbox.LAYERS, ",".join(tool_sandbox.LAYERS)])
+def test_calls_work_with_layers_missing(monkeypatch, layer):
+    monkeypatch.setenv("RETOOL_SANDBOX_DISABLE", layer)
+    sandbox = PythonSandbox(20, "1GB")
+    assert asyncio.run(sandbox.execute_code("import random\nprint(random.random() < 1)")) == "Output:\nTrue"
+    assert asyncio.run(sandbox.execute_code("print(1)\nraise ValueError")).outcome == "error"
+    assert asyncio.run(PythonSandbox(0.3, "1GB").execute_code(BUSY)).outcome == "timeout"
+
+
+@pytest.mark.parametrize("layer", tool_sandbox.LAYERS)
+def test_strict_makes_a_missing_layer_an_error_that_names_it(monkeypatch, layer):
+    monkeypatch.setenv("RETOOL_SANDBOX_DISABLE", layer)
+    monkeypatch.setenv("RETOOL_SANDBOX_STRICT", "1")
+    with pytest.raises(SandboxError, match=rf"lacks.*{layer} \(switched off\)"):
+        asyncio.run(PythonSandbox(20, "1GB").execute_code("print(1)"))
+
+
+def test_layers_are_logged_in_one_line_that_names_what_is_missing():
+    code = """
+        import asyncio, logging, tool_sandbox
+        logging.basicConfig(level=logging.INFO, format="%(name)s %(levelname)s %(message)s")
+        for _ in range(2):
+            asyncio.run(tool_sandbox.PythonSandbox(20, "1GB").execute_code("print(1)"))
+            tool_sandbox._POOL.close()
+    """
+    lines = run_host(code, RETOOL_SANDBOX_DISABLE="landlock").stderr.splitlines()
+    assert len(lines) == 1 and lines[0].startswith("tool_sandbox WARNING sandbox layers: ")
+    assert "landlock (switched off)" in lines[0] and "limits" in lines[0].partition("missing")[0]
+
+
+def test_the_environment_of_the_host_stays_outside(monkeypatch):
+    monkeypatch.setenv("SECRET_KEY_OF_THE_HOST", "sesame")
+    result = asyncio.run(unchecked().execute_code("import os\nprint(dict(os.environ), os.environb)"))
+    assert result.outcome == "ok" and "sesame" not in result and "SECRET" not in result
