@@ -1,9 +1,9 @@
-"""Makes cpu_problems.jsonl, the problems of the CPU run: from arithmetic to olympiad number theory, all of our own making.
+"""Makes cpu_problems.jsonl, the problems of the CPU run, of our own making: from arithmetic to olympiad number theory.
 
     python examples/retool/make_cpu_problems.py [--check]
 
-Every answer is computed twice, by a search that takes the problem literally and by another way (a formula, a theorem, a
-different algorithm); the file is written only if both agree on all of them. --check compares the file instead.
+Every answer is computed twice, by a search that takes the problem literally and by another way (a formula, a theorem,
+a different algorithm); the file is written only if both agree on all of them. --check compares the file instead.
 """
 
 import argparse
@@ -225,8 +225,8 @@ PROBLEMS = (
         lambda: totient(720),
     ),
     Problem(
-        "What is the smallest positive integer that leaves remainder 2 when divided by 3, 3 when divided by 5 and 4 when "
-        "divided by 7?",
+        "What is the smallest positive integer that leaves remainder 2 when divided by 3, 3 when divided by 5 "
+        "and 4 when divided by 7?",
         lambda: next(n for n in count(1) if (n % 3, n % 5, n % 7) == (2, 3, 4)),
         lambda: chinese_remainder({3: 2, 5: 3, 7: 4}),
     ),
@@ -246,7 +246,7 @@ PROBLEMS = (
         lambda: 9 * 11 - 9 - 11,
     ),
     Problem(
-        "In how many ways can 6 letters be put into 6 addressed envelopes, one each, so that none is in the right one?",
+        "In how many ways can 6 letters be put into 6 addressed envelopes, one each, so that none is right?",
         lambda: sum(all(i != p for i, p in enumerate(places)) for places in permutations(range(6))),
         lambda: derangements(6),
     ),

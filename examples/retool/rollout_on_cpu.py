@@ -214,8 +214,9 @@ def with_examples(prompt: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
     for example in WORKED_EXAMPLES:
         call = f"<code>\n```python\n{example.code}\n```\n</code>"
         observation = f"<interpreter>\n{example.output}\n</interpreter>"
-        # Three newlines: the loop encodes an observation by itself, where the packaged model's tokenizer makes one token
-        # of its two last newlines. In a text that goes on it splits them, and a model shown that never gets to answer.
+        # Three newlines: the loop encodes an observation by itself, where the packaged model's tokenizer makes one
+        # token of its last two newlines. In a text that goes on it splits them, and shown that, the model goes on with
+        # a newline and loses its way instead of answering.
         answer = f"\n\n\nAnswer: \\boxed{{{example.answer}}}"
         shown.append({"role": "user", "content": example.question})
         shown.append({"role": "assistant", "content": f"{call}\n\n{observation}{answer}"})
@@ -708,20 +709,20 @@ def _log_probs(logits, taken, temperature: float):
 # What is shown at the end
 # ---------------------------------------------------------------------------------------------------------------------
 
-TRANSCRIPTS = 3
 _COLOURS = {"prompt": "dim", "model": "green", "tool": "yellow"}
 
 
 def show_table(problems: list[Problem], groups: list[list[Any]]) -> None:
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column("problem", no_wrap=True, min_width=24, max_width=48, ratio=1)
+    room = max(24, min(48, console.width - 46))  # beside the other columns
+    table.add_column("problem", no_wrap=True, overflow="ellipsis", width=room)
     for name in ("turns", "calls", "errors"):
         table.add_column(name, justify="right", min_width=len(name))
     table.add_column("ended by", min_width=8)
     for name in ("reward", "tokens"):
         table.add_column(name, justify="right", min_width=len(name))
     for problem, group in zip(problems, groups, strict=True):
-        table.add_row(Text(" ".join(problem.question.split()), overflow="ellipsis"), *_cells(group))
+        table.add_row(Text(" ".join(problem.question.split())), *_cells(group))
     table.add_section()
     table.add_row("mean of all samples", *_cells([sample for group in groups for sample in group]))
     console.print(table)
@@ -754,18 +755,16 @@ def show_totals(samples: list[Any], seconds: float) -> None:
 
 
 def show_transcripts(samples: list[Any], tokenizer) -> None:
-    """The samples that show most, one a problem at most: right answers first, then calls that worked."""
+    """Three that show something: a right answer by way of the tool, the most calls, the most that went wrong."""
 
-    def rank(sample) -> tuple:
-        worked = any(call["outcome"] == "ok" for call in call_records(sample))
-        return (worked and bool(sample.reward.get("acc")), worked, bool(call_records(sample)), -sample.index)
+    def right_by_tool(sample) -> tuple:
+        return bool(sample.reward.get("acc")), any(call["outcome"] == "ok" for call in call_records(sample))
 
-    best_of_problem = {sample.group_index: sample for sample in sorted(samples, key=rank)}
-    shown = sorted(best_of_problem.values(), key=rank, reverse=True)[:TRANSCRIPTS]
-    legend = Text.assemble("transcripts, coloured by the loss mask: ")
-    legend += Text("  ").join(Text(name, style=colour) for name, colour in _COLOURS.items())
-    console.print(legend)
-    for sample in shown:
+    wanted = (right_by_tool, lambda sample: len(call_records(sample)), tool_errors)
+    shown = {(best := max(samples, key=interest)).index: best for interest in wanted}
+    legend = Text("transcripts, coloured by the loss mask: ")
+    console.print(legend + Text("  ").join(Text(name, style=colour) for name, colour in _COLOURS.items()))
+    for sample in shown.values():
         score = sample.reward["score"]
         console.rule(f"sample {sample.index}: label {sample.label}, reward {score:g}", style="dim")
         console.print(transcript(sample, tokenizer))
@@ -793,6 +792,7 @@ def transcript(sample, tokenizer) -> Text:
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse_options(arguments)
+    logging.getLogger().addHandler(logging.NullHandler())  # until the run has a folder, its one line on stderr is all
     for signum in _SIGNALS:
         signal.signal(signum, _stop)
     try:
@@ -839,9 +839,8 @@ def _default_output() -> Path:
 def log_to(path: Path) -> None:
     """All logging and warnings to the file: vime and transformers would write across the progress display."""
     try:
-        logging.basicConfig(
-            filename=path, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-        )
+        style = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+        logging.basicConfig(filename=path, level=logging.INFO, format=style, force=True)
     except OSError as error:
         raise RunError(f"cannot write {path}: {error.strerror}; name another place with --output") from error
     logging.captureWarnings(True)

