@@ -280,7 +280,8 @@ def test_a_burst_beyond_what_the_worker_can_queue_is_served():
     assert asyncio.run(scenario()) == [f"Output:\n{i}" for i in range(700)]
 
 
-def test_nothing_grows_over_many_calls_of_every_kind():
+def test_nothing_grows_over_many_calls_of_every_kind(monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # others write to the shared one
     sandbox = unchecked(0.3)
     codes = [
         "print(1)",
@@ -301,7 +302,7 @@ def test_nothing_grows_over_many_calls_of_every_kind():
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def state():
-        return descriptors(), processes(), len(os.listdir(tempfile.gettempdir())), threading.active_count()
+        return descriptors(), processes(), len(list(tmp_path.iterdir())), threading.active_count()
 
     asyncio.run(batch())
     before = settled(state, None, 0.5)

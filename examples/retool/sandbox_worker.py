@@ -158,9 +158,9 @@ CHILD_CALLS = {
 }  # fmt: skip
 WORKER_CALLS = {
     "clone": (56, 220), "fork": (57, None), "wait4": (61, 260), "waitid": (247, 95), "kill": (62, 129),
-    "prctl": (157, 167), "setpgid": (109, 154), "prlimit64": (302, 261), "recvmsg": (47, 212), "shutdown": (48, 210),
-    "epoll_ctl": (233, 21), "epoll_wait": (232, None), "epoll_pwait": (281, 22), "close_range": (436, 436),
-    "landlock_restrict_self": (446, 446),
+    "prctl": (157, 167), "setpgid": (109, 154), "setpriority": (141, 140), "prlimit64": (302, 261),
+    "recvmsg": (47, 212), "shutdown": (48, 210), "close_range": (436, 436), "epoll_ctl": (233, 21),
+    "epoll_wait": (232, None), "epoll_pwait": (281, 22), "landlock_restrict_self": (446, 446),
 }  # fmt: skip
 LIBRARY_CALLS = {  # for late imports, where Landlock says of what
     "open": (2, None), "openat": (257, 56), "stat": (4, None), "lstat": (6, None), "newfstatat": (262, 79),
@@ -546,7 +546,7 @@ def preload(settings: Settings) -> None:
     builtins.exit = builtins.quit = sys.exit
     if hasattr(sys, "set_int_max_str_digits"):
         sys.set_int_max_str_digits(0)  # number theory prints long integers; the clock bounds what that costs
-    execute(b"0 0\ndef f(x):\n    return x\nf(1) == 2 and f'{1}'", {})
+    execute(WARM_UP, {})
     execute(b"0 4\nNone", {})
 
 
@@ -570,6 +570,9 @@ def child_signals() -> int:
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
     signals = struct.pack("=Q", 1 << (signal.SIGCHLD - 1)).ljust(128, b"\0")
     return _check(_libc.signalfd(-1, signals, SFD_NONBLOCK | SFD_CLOEXEC), "signalfd")
+
+
+WARM_UP = b"0 0\ndef f(x):\n    return x\nf(1) == 2 and f'{1}'\nprint('', end='')"
 
 
 class Worker:
@@ -630,6 +633,7 @@ class Worker:
     def become_child(self, call: int) -> None:
         """Every page that this touches is copied for the child, so it is short."""
         os.setpgid(0, 0)
+        os.setpriority(os.PRIO_PROCESS, 0, 19)  # gives way to the event loop and the trainer, yet is never starved
         _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != self.process:
             os._exit(SETUP_FAILED)  # the worker died before that, and nobody would end this call
@@ -640,6 +644,8 @@ class Worker:
         os.closerange(call + 1, highest + 1)
         if self.confinement.child_filter is not None:
             _install(self.confinement.child_filter)
+        if not select.select([call], [], [], 0)[0]:
+            execute(WARM_UP, {})  # nobody waits yet: have the pages copied that a call will write to
 
     def host_moved(self, descriptor: int, event: int) -> None:
         """The host closed a call (or died), or has shut its sending side to say that the time is up."""
