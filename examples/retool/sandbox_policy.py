@@ -64,7 +64,7 @@ class Review(NamedTuple):
     refusal: str = ""  # what is refused and what may be used instead; "" if the code may run
     unreadable: str = ""  # what Python says of a source that it cannot parse; nothing of it was checked
     shown: tuple[int, int] = (0, 0)  # first and last byte of a last expression, whose value is shown; (0, 0): none
-    imports: tuple[str, ...] = ()
+    imports: tuple[str, ...] = ()  # only where more than the default set is allowed
 
 
 def review(code: str, allowed: Set[str]) -> Review:
@@ -83,7 +83,8 @@ def review(code: str, allowed: Set[str]) -> Review:
     except (RecursionError, MemoryError):
         problem = "the code is nested too deeply. Use a loop or a list."
     else:
-        return Review(_refusal(tree, allowed), "", _last_expression(code, tree), _imports(tree))
+        imports = () if allowed <= DEFAULT_MODULES else _imports(tree)
+        return Review(_refusal(tree, allowed), "", _last_expression(code, tree), imports)
     return Review(refusal=problem, unreadable=problem)
 
 

@@ -618,7 +618,11 @@ class Worker:
             self.signal(descriptor, signal.SIGKILL)
 
     def fork(self, call: socket.socket) -> None:
-        process = os.fork()
+        try:
+            process = os.fork()
+        except OSError:  # no memory, or no room under a container's limit on processes
+            call.close()  # which resets the call: the host tries again
+            return
         if process == 0:
             try:
                 self.become_child(call.fileno())

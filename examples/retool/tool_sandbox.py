@@ -11,7 +11,7 @@
 Contract. Whatever the model's code does is an observation: a text (``ToolOutput``) that says what was printed or went
 wrong. Whatever the machinery does wrong is a ``SandboxError``, never an observation, since a model must not be trained
 on it. Cancelling the task that awaits a call ends the call at once. Nothing starts at import; workers start at the
-first call, are shared by all loops and threads of the process, and end with it, even if it is killed.
+first call, are shared by all loops and threads of the process, and end with it, even if it is killed. Linux only.
 
 Invariants. The limit on concurrent calls is taken in ``ToolRegistry.execute_tool`` and nowhere else. No byte from the
 jail is trusted: a record is text to show or one of a few letters, and what a call may send, hold and last is bounded
@@ -719,7 +719,13 @@ def _memory_bytes(limit: int | str) -> int:
 
 
 class PythonSandbox:
-    """Runs model-written Python. `timeout` in seconds of wall clock, `memory_limit` in bytes or as "1GB"."""
+    """Runs model-written Python. `timeout` in seconds of wall clock, `memory_limit` in bytes or as "1GB".
+
+    `allowed_modules` may be widened. A call that imports a module beyond the default set runs under a worker that has
+    loaded it, others pay nothing for it. Such a worker may read below the library directories, for late imports, and
+    its calls can tell by a path whether a file is there, and its size. A library that evaluates strings, as sympy does, gives
+    up the source policy; the jail is the same.
+    """
 
     def __init__(
         self, timeout: float = TOOL_CONFIGS["python_timeout"], memory_limit=TOOL_CONFIGS["python_memory_limit"]
