@@ -723,8 +723,8 @@ class PythonSandbox:
 
     `allowed_modules` may be widened. A call that imports a module beyond the default set runs under a worker that has
     loaded it, others pay nothing for it. Such a worker may read below the library directories, for late imports, and
-    its calls can tell by a path whether a file is there, and its size. A library that evaluates strings, as sympy does, gives
-    up the source policy; the jail is the same.
+    its calls can tell by a path whether a file is there, and its size. A library that evaluates strings, as sympy does,
+    gives up the source policy; the jail is the same.
     """
 
     def __init__(
