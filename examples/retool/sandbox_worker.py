@@ -481,16 +481,20 @@ def execute(request: bytes, namespace: dict) -> tuple[bytes, str]:
 
     `request` is the first and the last byte of that expression (0 0: there is none), a line break, and the source. So
     the child needs no syntax tree, which would take as long to build as all the rest of a short call.
+
+    Text is compiled, never bytes: those may name an encoding in a comment, and then be another program than the one
+    that the host has checked.
     """
     positions, _, source = request.partition(b"\n")
     start, end = map(int, positions.split())
     try:
         body = source[:start].rstrip(b" \t\n\\;") if end else source
-        program = compile(body, SOURCE_NAME, "exec", dont_inherit=True)
+        program = compile(body.decode(), SOURCE_NAME, "exec", dont_inherit=True)
         value = None
         if end:
             lines_before = b"\n" * source.count(b"\n", 0, start)
-            value = compile(b"%b(%b\n)" % (lines_before, source[start:end]), SOURCE_NAME, "eval", dont_inherit=True)
+            expression = b"%b(%b\n)" % (lines_before, source[start:end])
+            value = compile(expression.decode(), SOURCE_NAME, "eval", dont_inherit=True)
         exec(program, namespace)
         if value is not None:
             sys.displayhook(eval(value, namespace))
@@ -599,7 +603,7 @@ class Worker:
         """Until the host closes the control socket or dies."""
         self.confinement = confinement
         self.process = os.getpid()
-        self.last_own = max(self.epoll.fileno(), confinement.ruleset or 0)
+        self.last_own = max(self.epoll.fileno(), self.control.fileno(), self.ended, confinement.ruleset or 0)
         while True:
             events = dict(self.epoll.poll())
             forks, ended = events.pop(self.control.fileno(), 0), events.pop(self.ended, 0)
