@@ -19,6 +19,7 @@ go into Ray's runtime env: that is on the command line of each worker while it s
 import argparse
 import ctypes
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -34,7 +35,7 @@ from typing import NamedTuple
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
-START_SECONDS = 120.0
+START_SECONDS = 300.0
 STOP_SECONDS = 15.0
 LOOPBACK = "127.0.0.1"
 # Ray's sockets lie some 60 characters below its directory, and a socket's path may have 107.
@@ -88,8 +89,7 @@ def main() -> int:
 
 def _run(command: list[str], num_gpus: int, directory: Path) -> int:
     """Start the cluster, run the command against it, return the command's code."""
-    environment = cluster_environment(os.environ, directory / "tmp")
-    (directory / "tmp").mkdir()
+    environment = cluster_environment(os.environ, directory)
     ports = _free_ports()
     cluster = _start_cluster(num_gpus, ports, directory, environment)
     _wait_until_up(cluster, ports.dashboard, directory)
@@ -147,11 +147,12 @@ def _free_ports() -> Ports:
     return Ports(*found)
 
 
-def cluster_environment(base: Mapping[str, str], temporary: Path) -> dict[str, str]:
-    """The environment of the cluster: loopback only, and the wandb key under the name wandb reads.
+def cluster_environment(base: Mapping[str, str], directory: Path) -> dict[str, str]:
+    """The environment of the cluster: loopback only, closed to other users, the wandb key under the name wandb reads.
 
     Args:
-        temporary: where its processes put temporary files, since those that are killed do not remove theirs.
+        directory: where the token of the cluster is written, and its temporary files, since processes that are killed
+            do not remove theirs.
     """
     environment = dict(base)
     for name in ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS"):
@@ -160,14 +161,23 @@ def cluster_environment(base: Mapping[str, str], temporary: Path) -> dict[str, s
         environment["WANDB_API_KEY"] = key
     for name in ("no_proxy", "NO_PROXY"):
         environment[name] = ",".join(filter(None, [environment.get(name), LOOPBACK, "localhost"]))
+    temporary = directory / "tmp"
+    temporary.mkdir()
     environment |= {
         "TMPDIR": str(temporary),
-        # Without it Ray replaces 127.0.0.1 by the machine's address and listens, without authentication, for everyone.
+        # Without it Ray replaces 127.0.0.1 by the machine's address and listens for everyone.
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
         # At the end there is nothing to wait for, and Ray would wait for half a minute.
         "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
     }
     environment.setdefault("VIME_HOST_IP", LOOPBACK)  # where vime's engines and router listen
+    if environment.setdefault("RAY_AUTH_MODE", "token") == "token":
+        # Loopback is open to every user of the machine, and a job runs as this one, with the wandb key.
+        token = directory / "auth_token"
+        token.touch(0o600)
+        token.write_text(secrets.token_hex(32))
+        environment.pop("RAY_AUTH_TOKEN", None)
+        environment["RAY_AUTH_TOKEN_PATH"] = str(token)
     return environment
 
 
@@ -198,7 +208,9 @@ def _wait_until_up(cluster: subprocess.Popen, port: int, directory: Path) -> Non
         try:
             with opener.open(f"http://{LOOPBACK}:{port}/api/version", timeout=2):
                 return
-        except (urllib.error.URLError, OSError):
+        except urllib.error.HTTPError:
+            return  # it asks for the token, so it is up
+        except OSError:
             time.sleep(0.5)
     raise ClusterError(f"Ray did not answer within {START_SECONDS:.0f} s, see {directory}/ray_start.log")
 
