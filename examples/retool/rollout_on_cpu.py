@@ -92,7 +92,7 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--engine", metavar="URL", help="a vLLM that is already up, on a GPU or not (default: one is started)")
     add("--model", metavar="DIR", type=Path, help="a model's directory (default: SmolLM2-135M, which pip brings)")
     add("--max-tokens", metavar="N", type=positive, default=512, help="response budget (default: %(default)s)")
-    add("--output", metavar="DIR", type=Path, help="for samples.jsonl and logs (default: retool_rollouts/DATE)")
+    add("--output", metavar="DIR", type=Path, help="for samples.jsonl and logs (default: outputs/retool_on_cpu/DATE)")
     add("--seed", metavar="N", type=int, default=42, help="of the sampling (default: %(default)s)")
     add(
         "--examples",
@@ -398,6 +398,7 @@ def start_engine(model: Path, seed: int, output: Path) -> Server:
         "VLLM_CPU_KVCACHE_SPACE": os.environ.get("VLLM_CPU_KVCACHE_SPACE", "2"),  # GiB
         "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",  # on two cores one in reserve would be half of the speed
         "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CACHE_ROOT": str(cache_folder() / "vllm"),
         "HF_HUB_OFFLINE": "1",
     }
     return start_server("vLLM", command, port, output / "engine.log", environment)
@@ -714,7 +715,7 @@ _COLOURS = {"prompt": "dim", "model": "green", "tool": "yellow"}
 
 def show_table(problems: list[Problem], groups: list[list[Any]]) -> None:
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    room = max(24, min(48, console.width - 46))  # beside the other columns
+    room = max(24, min(48, console.width - 54))  # beside the other columns
     table.add_column("problem", no_wrap=True, overflow="ellipsis", width=room)
     for name in ("turns", "calls", "errors"):
         table.add_column(name, justify="right", min_width=len(name))
@@ -833,7 +834,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _default_output() -> Path:
-    return Path("retool_rollouts", f"{datetime.datetime.now():%Y-%m-%d_%H-%M-%S}")
+    return Path("outputs", "retool_on_cpu", f"{datetime.datetime.now():%Y-%m-%d_%H-%M-%S}")
 
 
 def log_to(path: Path) -> None:
