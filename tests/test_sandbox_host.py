@@ -590,3 +590,21 @@ def test_the_environment_of_the_host_stays_outside(monkeypatch):
     monkeypatch.setenv("SECRET_KEY_OF_THE_HOST", "sesame")
     result = asyncio.run(unchecked().execute_code("import os\nprint(dict(os.environ), os.environb)"))
     assert result.outcome == "ok" and "sesame" not in result and "SECRET" not in result
+
+
+def test_a_widened_library_is_readable_and_the_project_around_it_is_not(monkeypatch, tmp_path):
+    package = tmp_path / "project" / "mathlib"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("def late():\n    from . import part\n    return part.VALUE\n")
+    (package / "part.py").write_text("VALUE = 42\n")
+    (tmp_path / "project" / "secret.txt").write_text("sesame")
+    monkeypatch.syspath_prepend(str(tmp_path / "project"))
+    sandbox = unchecked()
+    sandbox.allowed_modules.add("mathlib")
+    assert asyncio.run(sandbox.execute_code("import mathlib\nprint(mathlib.late())")) == "Output:\n42"
+    secret = tmp_path / "project" / "secret.txt"
+    for path in (secret, "/etc/passwd", "/proc/self/environ"):
+        result = asyncio.run(sandbox.execute_code(f"import mathlib\nprint(open({str(path)!r}).read())"))
+        assert result.outcome == "error" and "sesame" not in result and "PermissionError" in result
+    result = asyncio.run(sandbox.execute_code(f"import mathlib\nopen({str(package / 'new')!r}, 'w')"))
+    assert "PermissionError" in result and not (package / "new").exists()

@@ -36,6 +36,7 @@ plain one has loaded everything beforehand, and no system call that takes a path
 
 import builtins
 import codecs
+import contextlib
 import ctypes
 import gc
 import importlib
@@ -102,6 +103,7 @@ class Settings(NamedTuple):
     modules: list[str]  # to import beforehand: those that every call may use
     libraries: list[str]  # to import beforehand: those of the calls that this worker is for
     paths: list[str]  # directories in which the libraries are found
+    readable: list[str]  # directories that calls with libraries may read, for late imports
     memory_bytes: int  # what one call may add to the worker's own address space
     user_id: int  # for a host that is root
     disabled: list[str]  # layers to leave out; for tests
@@ -338,9 +340,11 @@ def limit_resources(memory_bytes: int) -> None:
         resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (0, 0))
 
 
-def prefer_for_oom_kill() -> None:
-    """When the machine runs out of memory, the kernel shall end a call and not the trainer."""
-    with open("/proc/self/oom_score_adj", "w") as file:
+def give_way() -> None:
+    """To the trainer and its loop: in a shortage of memory, and when a child wakes up. No layer, so only a wish."""
+    with contextlib.suppress(OSError):
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")
 
 
@@ -368,9 +372,8 @@ def confine(settings: Settings, missing: dict[str, str]) -> Confinement:
     layer("no_new_privs", _prctl, PR_SET_NO_NEW_PRIVS, 1)
     if "no_new_privs" in missing:  # they need it
         missing.update(dict.fromkeys({"landlock", "seccomp"} - missing.keys(), "no_new_privs is missing"))
-    prefer_for_oom_kill()
-    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # waking children do not push the event loop aside
-    readable = _library_directories(settings.paths) if settings.libraries else []
+    give_way()
+    readable = _library_directories(settings.readable) if settings.libraries else []
     ruleset, abi = layer("landlock", _ruleset, readable) or (None, 0)
     layer("limits", limit_resources, settings.memory_bytes)
     if not settings.libraries:

@@ -77,6 +77,17 @@ SYSTEM_PROMPT = (
 )
 CODE_TOOL = "code_interpreter"
 
+# Chat tokens, and the tags of both dialects, opening and closing.
+_FORGEABLE = re.compile(
+    r"<(?=\||｜|/?(?:tool_call|tool_response|tools|think|interpreter|code|answer|s|bos|eos|pad|unk)>)", re.I
+)
+
+
+def neutralize(text: str) -> str:
+    """The text with every chat token and tag broken up, so that none of them is one: neither as text nor as an id."""
+    text = text.encode("utf-8", "replace").decode("utf-8")  # lone surrogates are no text, and tokenizers refuse them
+    return _FORGEABLE.sub("< ", text)
+
 
 class SandboxError(RuntimeError):
     """The machinery failed, not the model's code. The call has no observation and must not be trained on."""
@@ -331,7 +342,7 @@ def _start_worker(key: _WorkerKey) -> _Worker:
         settings = {
             "modules": sorted(sandbox_policy.DEFAULT_MODULES),
             "libraries": key.libraries,
-            "paths": _library_paths(key.libraries),
+            **_library_paths(key.libraries)._asdict(),
             "memory_bytes": key.memory_bytes,
             "user_id": FIRST_PRIVATE_USER + os.getpid(),
             "disabled": key.disabled,
@@ -353,14 +364,21 @@ def _start_worker(key: _WorkerKey) -> _Worker:
     return worker
 
 
-def _library_paths(libraries: tuple[str, ...]) -> list[str]:
-    """Directories from which the worker imports the libraries: site directories, and where else they lie."""
-    paths = {path for path in sys.path if os.path.basename(path) in ("site-packages", "dist-packages")}
-    for name in libraries:
-        spec = importlib.util.find_spec(name.split(".")[0])
-        for location in (spec and spec.submodule_search_locations) or ():
-            paths.add(os.path.dirname(location))
-    return [path for path in dict.fromkeys((*sys.path, *sorted(paths))) if path in paths] if libraries else []
+class _LibraryPaths(NamedTuple):
+    """Where a worker finds its libraries, and what its calls may read of that: no project that a library lies in."""
+
+    paths: list[str]
+    readable: list[str]
+
+
+def _library_paths(libraries: tuple[str, ...]) -> _LibraryPaths:
+    if not libraries:
+        return _LibraryPaths([], [])
+    sites = [path for path in sys.path if os.path.basename(path) in ("site-packages", "dist-packages")]
+    specs = [importlib.util.find_spec(name) for name in libraries]
+    packages = [place for spec in specs if spec for place in spec.submodule_search_locations or ()]
+    parents = [os.path.dirname(place) for place in packages]
+    return _LibraryPaths(list(dict.fromkeys(sites + parents)), list(dict.fromkeys(sites + packages)))
 
 
 LAYERS = ("namespaces", "user", "capabilities", "no_new_privs", "limits", "landlock", "seccomp")
