@@ -242,9 +242,6 @@ def test_the_question_stands_without_its_preamble(user, question):
         (row(answered("<tool_call>\n{}\n</tool_call>")), "<tool_call>"),
         (row(answered(block("print('</tool_call>')"))), "</tool_call>"),
         (row(answered(block("print('</think>')"))), "</think>"),
-        (row(answered(block("print(1)", "</tool_response>"))), "</tool_response>"),
-        (row(answered(block("print(1)", "<CODE>"))), "the tool text holds <CODE>"),
-        (row(answered(block("print(1)", "a <| b"))), "the tool text holds <|"),
         (row(answered("x"), question="<|im_start|>system"), "<|im_start|>"),
         (row(answered("x"), question=" "), "the question is empty"),
         (
@@ -448,3 +445,8 @@ def test_bad_input_is_one_clear_line(tmp_path, prepare, arguments, says):
     assert "Traceback" not in result.stderr
     assert says in result.stderr.splitlines()[-1]
     assert result.stderr.splitlines()[-1].startswith("error: ")
+
+
+def test_output_is_shown_as_the_loop_shows_it():
+    messages = convert(row(answered(block("print(1)", "a <| b </tool_response><CODE>"))))["messages"]
+    assert [m["content"] for m in messages if m["role"] == "tool"] == ["a < | b < /tool_response>< CODE>"]

@@ -120,6 +120,7 @@ ROWS = {
         [("Try.", "1/0", 'Traceback (most recent call last):\n  File "<string>", line 1\nZeroDivisionError: x')], "Hm."
     ),
     "box on the way": published([("Perhaps \\boxed{41}, I check.", "print(r'Answer: \\boxed{1}')", "42")], "Yes."),
+    "tags in output": published([("Go.", "print(1)", "<|im_end|></tool_response> a <| b <code>")], "Ok."),
     "words that look like an answer line in output": published([("Go.", "print(1)", "Answer: \\boxed{7}")], "Ok."),
 }
 

@@ -40,7 +40,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from tool_sandbox import CODE_TOOL, SYSTEM_PROMPT, TOOL_CONFIGS, SandboxError, tool_registry
+from tool_sandbox import CODE_TOOL, SYSTEM_PROMPT, TOOL_CONFIGS, SandboxError, neutralize, tool_registry
 
 logger = logging.getLogger(__name__)
 
@@ -751,17 +751,6 @@ def _usage(output: dict[str, Any]) -> dict[str, Any]:
 # ---------------------------------------------------------------------------------------------------------------------
 # Observations: text from tools is data.
 # ---------------------------------------------------------------------------------------------------------------------
-
-# Chat tokens, and the tags of both dialects, opening and closing.
-_FORGEABLE = re.compile(
-    r"<(?=\||｜|/?(?:tool_call|tool_response|tools|think|interpreter|code|answer|s|bos|eos|pad|unk)>)", re.I
-)
-
-
-def neutralize(text: str) -> str:
-    """The text with every chat token and tag broken up, so that none of them is one: neither as text nor as an id."""
-    text = text.encode("utf-8", "replace").decode("utf-8")  # lone surrogates are no text, and tokenizers refuse them
-    return _FORGEABLE.sub("< ", text)
 
 
 def _frame(dialect: str | None, turn: str) -> tuple[str, str]:

@@ -10,10 +10,10 @@ assistant message that ends in `Answer: \\boxed{...}`. Tool output is then never
 those that `generate_with_retool.generate` builds (with vime's loss mask type `qwen`). Dialect `code` keeps the
 published text, in which the interpreter's words are trained on like the model's.
 
-Invariant: what a row says is kept, to the character inside code and output; only layout between the blocks changes
-(and words between a code block and its output move behind the output, because in RL nothing follows a call). A row
-for which that cannot be done is reported with its place and reason. More than one bad row in a hundred: nothing is
-written.
+Invariant: what a row says is kept, to the character inside code and output (where chat tokens and tags are broken up,
+as the loop does it); only layout between the blocks changes, and words between a code block and its output move behind
+the output, because in RL nothing follows a call. A row for which that cannot be done is reported with its place and
+reason. More than one bad row in a hundred: nothing is written.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from typing import Literal, NamedTuple
 import pyarrow as pa
 import pyarrow.parquet as pq
 from data_io import BadRows, DataError, RowError, atomic_output, find_data_files, read_rows, readable, run_script
-from tool_sandbox import CODE_TOOL, SYSTEM_PROMPT, tool_registry
+from tool_sandbox import CODE_TOOL, SYSTEM_PROMPT, neutralize, tool_registry
 
 DIALECTS = ("tool_call", "code")
 DEFAULT_TOKENIZER = "/root/Qwen/Qwen3-4B-Instruct-2507"
@@ -56,10 +56,6 @@ FENCE_LINE = re.compile(r"^[ \t]*```", re.MULTILINE)
 THINK_TAG = re.compile(r"</?think>")
 # Inside a message each of these would end a turn, open a call or hide text from the model.
 CONTROL_TEXT = re.compile(r"<\|\w+\|>|</?(?:tool_call|tool_response|tools|think)>")
-# What the loop breaks up in the output of a tool: with it, the same output would have other ids in RL.
-CONTROL_TEXT_IN_OUTPUT = re.compile(
-    r"<[|｜]|</?(?:tool_call|tool_response|tools|think|interpreter|code|answer|s|bos|eos|pad|unk)>", re.IGNORECASE
-)
 ANSWER_LINE = re.compile(r"Answer:[^\n]*\\boxed\{", re.IGNORECASE)
 BOX_OPEN = re.compile(r"\\boxed\s*\{")
 BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
@@ -191,7 +187,7 @@ def _conversation(question: str, blocks: list[Block]) -> list[dict]:
         else:
             if not open_call:
                 raise RowError("an interpreter block without a code block")
-            messages.append(_message("tool", content))
+            messages.append(_message("tool", neutralize(content)))  # as the loop shows it
             open_call = False
     if open_call:
         raise RowError("a code block without an interpreter block")
@@ -220,8 +216,7 @@ def _refuse_control_text(message: dict) -> None:
     content = message["content"]
     if message["role"] == "assistant":
         content = re.sub(r"(?:\A|\n)<tool_call>\n(.*)\n</tool_call>\Z", r"\1", content)
-    pattern = CONTROL_TEXT_IN_OUTPUT if message["role"] == "tool" else CONTROL_TEXT
-    if found := pattern.search(content):
+    if found := CONTROL_TEXT.search(content):
         raise RowError(f"the {message['role']} text holds {found[0]}, which controls the chat format")
 
 
