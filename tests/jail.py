@@ -394,13 +394,17 @@ AT_FDCWD = -100
 '''
 
 
+def with_helpers(code: str) -> str:
+    numbers = {name: pair[COLUMN] for name, pair in SYSTEM_CALLS.items()}
+    return f"NUMBERS = {numbers!r}\n{PRELUDE}\n{code}"
+
+
 def program(code: str, facts: dict) -> str:
     """A whole attack: facts, helpers, and the attack's own code, whose refusal by the kernel ends it in one line."""
-    numbers = {name: pair[COLUMN] for name, pair in SYSTEM_CALLS.items()}
-    assigned = "\n".join(f"{name} = {value!r}" for name, value in {**facts, "NUMBERS": numbers}.items())
+    assigned = "\n".join(f"{name} = {value!r}" for name, value in facts.items())
     body = "\n".join(f"        {line}" for line in code.strip("\n").split("\n"))
     guard = "    except OSError as error:\n        print('REFUSED', error)"
-    return f"{assigned}\n{PRELUDE}\ndef attack():\n    try:\n{body}\n{guard}\nattack()\n"
+    return with_helpers(f"{assigned}\ndef attack():\n    try:\n{body}\n{guard}\nattack()\n")
 
 
 def kill_quietly(pid: int) -> None:

@@ -29,6 +29,7 @@ needs the library libseccomp. The package sandlock runs a command for each call,
 import asyncio
 import atexit
 import concurrent.futures
+import contextlib
 import errno
 import fcntl
 import functools
@@ -319,9 +320,11 @@ class _Worker:
             return True
 
     def close(self) -> None:
-        """End the worker; its calls end with it."""
-        for connection in (self.control, *self.spare):
-            connection.close()
+        """End the worker; its calls end with it. A spare socket is closed by whoever takes it, here as in a call."""
+        self.control.close()
+        with contextlib.suppress(IndexError):
+            while True:
+                self.spare.popleft().close()
         self.process.kill()
         self.process.wait()
 
@@ -349,11 +352,7 @@ def _start_worker(key: _WorkerKey) -> _Worker:
         }
         ours.settimeout(START_SECONDS)
         ours.send(json.dumps(settings).encode())
-        answer = ours.recv(1 << 16)
-        report = json.loads(answer) if answer else {"failure": "it ended without a word"}
-        if "failure" in report:
-            raise SandboxError(f"the sandbox worker failed to start: {report['failure']}")
-        _report_layers(report["missing"])
+        _report_layers(_missing_layers(ours.recv(1 << 16)))
         ours.setblocking(False)
         worker.fork_ahead()
     except BaseException as error:
@@ -362,6 +361,18 @@ def _start_worker(key: _WorkerKey) -> _Worker:
             raise SandboxError(f"the sandbox worker failed to start: {error}") from error
         raise
     return worker
+
+
+def _missing_layers(report: bytes) -> dict[str, str]:
+    """Layers and reasons, from the record that a worker starts with. SandboxError: it failed, or makes no sense."""
+    try:
+        fields = json.loads(report) if report else {"failure": "it ended without a word"}
+        failure = fields.get("failure")
+        if failure is None:
+            return {name: str(reason) for name, reason in fields["missing"].items()}
+    except (ValueError, KeyError, AttributeError, RecursionError):
+        failure = f"it said {report[:200]!r}"
+    raise SandboxError(f"the sandbox worker failed to start: {failure}")
 
 
 class _LibraryPaths(NamedTuple):
@@ -614,7 +625,8 @@ async def _converse(connection: socket.socket, reply: _Reply, timeout: float) ->
             timer = loop.call_later(timeout, time_is_up)
             return
         reply.ended = "timeout"
-        connection.shutdown(socket.SHUT_WR)  # tells the child to flush
+        with contextlib.suppress(OSError):  # its other end is closed already
+            connection.shutdown(socket.SHUT_WR)  # tells the child to flush
         timer = loop.call_later(FLUSH_SECONDS, finish)
 
     given_up = loop.time() + START_SECONDS

@@ -1,0 +1,347 @@
+"""Random programs, and random bytes on every way between host, worker and call.
+
+Whatever comes, the host gives an observation of one of its outcomes or a SandboxError, in bounded time and size, and
+the next call works. RETOOL_FUZZ_SEED and RETOOL_FUZZ_ROUNDS draw others and more than the ones that are always drawn.
+"""
+
+import ast
+import asyncio
+import contextlib
+import io
+import os
+import random
+import re
+import textwrap
+import time
+
+import jail
+import pytest
+import tool_sandbox
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+SEED = int(os.environ.get("RETOOL_FUZZ_SEED", "1"))
+ROUNDS = int(os.environ.get("RETOOL_FUZZ_ROUNDS", "60"))
+OUTCOMES = {"ok", "error", "timeout", "memory", "too_long", "crashed", "refused", "invalid", "not_found"}
+MOST = tool_sandbox.TOOL_CONFIGS["max_output_chars"]
+LETTERS = [b"o", b"e", b"D", b"E", b"M", b"X", b"F", b"?", b"\0", b"\xff", b""]
+
+pytestmark = pytest.mark.skipif(jail.COLUMN is None, reason="no table of system calls for this machine's architecture")
+
+
+def seeds(name: str, rounds: int = ROUNDS):
+    """Seeds of one test's rounds, each with the number that repeats it."""
+    return [
+        (f"{name} with RETOOL_FUZZ_SEED={SEED}, round {number}", f"{name}-{SEED}-{number}") for number in range(rounds)
+    ]
+
+
+def check(output: tool_sandbox.ToolOutput, label: str) -> None:
+    assert output.outcome in OUTCOMES, label
+    assert len(output) <= MOST, label
+    output.encode()  # no half characters
+
+
+def check_next_call(label: str) -> None:
+    assert jail.run("print(6 * 7)") == "Output:\n42", label
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What a call may send
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    records=st.lists(st.builds(bytes.__add__, st.sampled_from(LETTERS), st.binary(max_size=50)), max_size=30),
+    most=st.integers(500, MOST),
+)
+def test_any_records_make_an_observation(records, most):
+    reply = tool_sandbox._Reply(keep=4 * most)
+    for record in records:
+        if reply.add(record):
+            break
+    output = tool_sandbox._observation(reply, timeout=1.0, memory_bytes=2**28, most=most)
+    assert output.outcome in OUTCOMES and len(output) <= most
+    output.encode()
+
+
+RANDOM_SENDER = """
+import random
+draw = random.Random({seed!r})
+call = own_descriptor()
+for _ in range(draw.randrange(40)):
+    letter = draw.choice({letters!r})
+    size = draw.choice([0, 1, 7, 100, 16383, 16384, 16385, 40000])
+    content = draw.randbytes(size) if draw.random() < 0.7 else ("π\\u2028\\x00\\x1b[31m" * size)[:size].encode()
+    _libc.send(call, letter + content, len(letter + content), 0)
+    if draw.random() < 0.3: print(draw.random(), file=draw.choice([sys.stdout, sys.stderr]))
+ending = draw.randrange(6)
+if ending == 0: os._exit(draw.randrange(256))
+if ending == 1: raise draw.choice([ValueError, SystemExit, KeyboardInterrupt, MemoryError])(draw.random())
+if ending == 2: os.closerange(0, 1000)
+if ending == 3: ctypes.string_at(0)
+"""
+
+
+def test_random_records_from_a_call_harm_neither_host_nor_worker():
+    for label, seed in seeds("records of a call", 2 * ROUNDS):
+        output = jail.run(jail.with_helpers(RANDOM_SENDER.format(seed=seed, letters=LETTERS)))
+        check(output, label)
+        check_next_call(label)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What the host may send: the worker and the calls beside have to withstand it too
+
+
+@pytest.fixture
+def worker():
+    made = tool_sandbox._start_worker(tool_sandbox._WorkerKey((), 2**28, ()))
+    yield made
+    made.close()
+
+
+def answer(connection, seconds: float = 20.0) -> bytes:
+    """All that comes of a call until it has ended."""
+    connection.settimeout(seconds)
+    received = []
+    with contextlib.suppress(ConnectionError):
+        while record := connection.recv(65536):
+            received.append(record)
+    connection.close()
+    return b"|".join(received)
+
+
+def test_random_requests_end_their_call_alone(worker):
+    for label, seed in seeds("requests"):
+        draw = random.Random(seed)
+        request = draw.choice(
+            [
+                draw.randbytes(draw.randrange(1, 5000)),
+                b"%d %d\nprint(1)" % (draw.randrange(-9, 99), draw.randrange(-9, 99)),
+                b"0 0\n" + draw.randbytes(draw.randrange(200)),
+                b"0 8\nprint(1)\xff",
+                b"\n",
+                b"9" * 5000 + b" 1\nprint(1)",
+            ]
+        )
+        connection = worker.take()
+        connection.send(request)
+        assert re.match(rb"(?s)(.*\|)?[oDEMX]", answer(connection)), label
+        good = worker.take()
+        good.send(b"0 0\nprint(7)")
+        assert answer(good).startswith(b"o7\n|D"), label
+        assert not worker.is_dead(), label
+
+
+def test_random_bytes_on_the_control_socket_do_not_end_the_worker(worker):
+    for label, seed in seeds("control"):
+        draw = random.Random(seed)
+        worker.control.send(draw.randbytes(draw.randrange(1, 3000)))
+        good = worker.take()
+        good.send(b"0 0\nprint(7)")
+        assert answer(good).startswith(b"o7\n|D"), label
+    assert not worker.is_dead()
+
+
+def test_calls_that_are_closed_at_random_moments_leave_nothing(worker):
+    draw = random.Random(SEED)
+    process = worker.process.pid
+    for _ in range(5 * ROUNDS):
+        connection = worker.take()
+        if draw.random() < 0.7:
+            connection.send(b"0 0\nprint(1)\nimport time\ntime.sleep(%f)\nprint(2)" % (draw.random() * 0.01))
+        if draw.random() < 0.3:
+            connection.shutdown(draw.choice([0, 1, 2]))
+        time.sleep(draw.random() * 0.005)
+        connection.close()
+    assert not worker.is_dead()
+    assert jail.settles(lambda: len(jail.descendants(process)) <= 1 + len(worker.spare))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A worker gone mad
+
+ROGUE = """
+import json, os, random, socket, sys
+draw = random.Random({seed!r})
+control = socket.socket(fileno=int(sys.argv.pop()))
+control.recv(1 << 16)
+control.send({start!r})
+kept = []
+for _ in range(draw.choice([0, 1, 3, 30])):
+    request, descriptors, _, _ = socket.recv_fds(control, 16, 1)
+    if not request: break
+    if draw.random() < 0.2: control.send(draw.randbytes(50))
+    for descriptor in descriptors:
+        call = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET, 0, descriptor)
+        try:
+            call.setblocking(draw.random() < 0.3)
+            for _ in range(draw.randrange(6)):
+                call.send(draw.choice({letters!r}) + draw.randbytes(draw.choice([0, 3, 20000])))
+            if draw.random() < 0.5: call.recv(1000)
+        except OSError: pass
+        kept.append(call) if draw.random() < 0.5 else call.close()
+if draw.random() < 0.5: os.abort()
+"""
+
+
+def run_with_rogue_worker(monkeypatch, tmp_path, seed: str, start: bytes) -> list:
+    """What calls get from a worker that starts with `start` and goes on with anything."""
+    script = tmp_path / "rogue.py"
+    script.write_text(ROGUE.format(seed=seed, start=start, letters=LETTERS))
+    monkeypatch.setattr(tool_sandbox, "WORKER_FILE", script)
+    monkeypatch.setattr(tool_sandbox, "START_SECONDS", 1.0)
+
+    async def calls():
+        sandbox = jail.sandbox(timeout=0.3)
+        return await asyncio.gather(*[sandbox.execute_code("print(1)") for _ in range(3)], return_exceptions=True)
+
+    return asyncio.run(calls())
+
+
+@pytest.fixture
+def no_workers():
+    """Rogue workers neither meet those of other tests nor stay."""
+    tool_sandbox._POOL.close()
+    before = len(os.listdir("/proc/self/fd"))
+    yield
+    tool_sandbox._POOL.close()
+    assert jail.settles(lambda: len(os.listdir("/proc/self/fd")) <= before), "descriptors remain"
+
+
+def test_a_worker_that_sends_anything_is_an_observation_or_a_failure_of_the_machinery(
+    monkeypatch, tmp_path, no_workers
+):
+    for label, seed in seeds("rogue worker", ROUNDS // 4):
+        start = time.monotonic()
+        for result in run_with_rogue_worker(monkeypatch, tmp_path, seed, b'{"missing": {}}'):
+            if not isinstance(result, tool_sandbox.SandboxError):
+                assert isinstance(result, tool_sandbox.ToolOutput), (label, result)
+                check(result, label)
+        assert time.monotonic() - start < 30, label
+        tool_sandbox._POOL.close()
+    monkeypatch.undo()
+    check_next_call("after rogue workers")
+
+
+@pytest.mark.parametrize(
+    "start",
+    [b"", b"\xff\xfe", b"{", b"[]", b"1", b'"failure"', b"{}", b'{"missing": 5}', b'{"missing": null}', b"[" * 60000],
+    ids=lambda start: repr(start[:20]),
+)
+def test_a_worker_that_starts_with_nonsense_is_a_failure_of_the_machinery(monkeypatch, tmp_path, no_workers, start):
+    results = run_with_rogue_worker(monkeypatch, tmp_path, "start", start)
+    assert [type(result) for result in results] == [tool_sandbox.SandboxError] * 3
+    monkeypatch.undo()
+    check_next_call("after a worker that would not start")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Programs: what the jail shows is what Python itself would
+
+ATOMS = ["a", "b", "7", "-3", "2.5", "'x\\ty'", "'π'", "[1, 2]", "(3,)", "{'k': 1}", "None", "True", "b'q'", "10**30"]
+OPERATORS = ["+", "-", "*", "/", "//", "%", "==", "<", "and", "or", "in", "is"]
+
+
+def expression(draw: random.Random, depth: int = 2) -> str:
+    if depth == 0 or draw.random() < 0.3:
+        return draw.choice(ATOMS)
+    inner = [expression(draw, depth - 1) for _ in range(3)]
+    return draw.choice(
+        [
+            f"({inner[0]} {draw.choice(OPERATORS)} {inner[1]})",
+            f"str({inner[0]})",
+            f"len({inner[0]})",
+            f"[{inner[0]} for a in {inner[1]}]",
+            f"({inner[0]} if {inner[1]} else {inner[2]})",
+            f"f'{{{draw.choice('ab')}!r:>4}}|{{{{}}}}'",
+            f"(lambda a: {inner[0]})({inner[1]})",
+            f"({inner[0]},\n   {inner[1]})",
+        ]
+    )
+
+
+def statement(draw: random.Random, depth: int = 2) -> str:
+    value = expression(draw)
+    if depth == 0 or draw.random() < 0.5:
+        return draw.choice(
+            [
+                f"{draw.choice('ab')} = {value}",
+                f"print({value})",
+                value,
+                f"print({value}, end='')",
+                f"a = {value}; b = a  # {value[:5]!r}",
+                f"'''text\n  {draw.choice(ATOMS)}\n'''",
+                "",
+                f"assert {value} or True",
+                f"a = 1 + \\\n    {draw.choice(['1', '2'])}",
+            ]
+        )
+    body = textwrap.indent("\n".join(statement(draw, depth - 1) for _ in range(draw.randint(1, 3))) + "\npass", "    ")
+    return draw.choice(
+        [
+            f"if {value}:\n{body}\nelse:\n    print('else')",
+            f"for a in range(3):\n{body}",
+            f"try:\n{body}\nexcept TypeError as error:\n    print('caught', error)",
+            f"def f(a):\n{body}\n    return a\nprint(f({value}))",
+            f"class A:\n{body}\nprint(A.__name__)",
+        ]
+    )
+
+
+def reference(code: str) -> tuple[str, str]:
+    """(what is printed, the name of the exception) where plain Python runs it, a last expression shown."""
+    tree = ast.parse(code)
+    last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+    names, printed, error = {"__name__": "__main__"}, io.StringIO(), ""
+    with contextlib.redirect_stdout(printed):
+        try:
+            exec(compile(tree, "<code>", "exec"), names)
+            if last is not None:
+                value = eval(compile(ast.Expression(last.value), "<code>", "eval"), names)
+                if value is not None:
+                    print(repr(value))
+        except Exception as raised:
+            error = type(raised).__name__
+    return printed.getvalue(), error
+
+
+@pytest.mark.filterwarnings("ignore::SyntaxWarning")
+def test_random_programs_do_what_they_do_in_plain_python():
+    compared = failed = 0
+    for label, seed in seeds("programs", 6 * ROUNDS):
+        draw = random.Random(seed)
+        code = "\n".join(["a, b = 5, [1]", *(statement(draw) for _ in range(draw.randint(1, 5)))])
+        try:
+            printed, error = reference(code)
+        except (SyntaxError, ValueError):
+            continue
+        if len(printed) > MOST // 2 or not printed.isprintable() and "\x00" in printed:
+            continue
+        output = jail.run(code, policy=True)
+        told = f"{label}:\n{code}\n---\n{output}"
+        assert output.outcome == ("error" if error else "ok"), told
+        if printed.strip("\n"):
+            assert output.startswith("Output:\n" + printed.removesuffix("\n").rstrip()), told
+        if error:
+            assert f"\n{error}" in output, told
+            failed += 1
+        compared += 1
+    assert compared > 3 * ROUNDS and failed > 0, "too few of the programs were of use"
+
+
+TOKENS = (
+    "def class if else for while try except with match case lambda return yield await async import from as global del"
+    " = == := ( ) [ ] { } : , . ; + ** @ -> ... f' ' \" ''' \\ \n \t # 0x 1e9 1_0 __ _ é ｅ π"
+    " \u2028 \x00 \ud800 \ufeff \f \r os math eval print __class__ getattr format x"
+).split(" ")
+
+
+def test_random_text_is_an_observation():
+    for label, seed in seeds("texts", 5 * ROUNDS):
+        draw = random.Random(seed)
+        glue = draw.choice(["", " ", " ", "\n"])
+        output = jail.run(glue.join(draw.choices(TOKENS, k=draw.randint(1, 30))), policy=True, timeout=5.0)
+        check(output, label)
+        check_next_call(label) if draw.random() < 0.1 else None
