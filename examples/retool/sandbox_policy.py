@@ -37,23 +37,36 @@ DEFAULT_MODULES = frozenset(
 )
 FORBIDDEN_NAMES = frozenset(
     "eval exec open compile input globals vars locals breakpoint help __import__ __builtins__ __loader__ __spec__"
-    " __build_class__".split()
+    " __build_class__ __match_args__ __annotations__".split()
 )
 READABLE_DUNDERS = frozenset({"__name__", "__qualname__", "__doc__"})
-SUPER_DUNDERS_DENIED = frozenset(
-    {"__class__", "__dict__", "__getattribute__", "__reduce__", "__reduce_ex__", "__subclasses__"}
+# What `super()` is for. A list of what may be, not of what may not: code can name a function of its own `super`.
+SUPER_DUNDERS = frozenset(
+    f"__{name}__"
+    for name in "init new init_subclass post_init set_name repr str format bytes hash bool int float complex index"
+    " eq ne lt le gt ge len length_hint contains iter next reversed getitem setitem delitem missing call enter exit"
+    " aenter aexit aiter anext await copy deepcopy setattr delattr get set delete prepare instancecheck subclasscheck"
+    " add sub mul matmul truediv floordiv mod divmod pow lshift rshift and or xor radd rsub rmul rmatmul rtruediv"
+    " rfloordiv rmod rdivmod rpow rlshift rrshift rand ror rxor iadd isub imul imatmul itruediv ifloordiv imod ipow"
+    " ilshift irshift iand ior ixor neg pos abs invert round trunc floor ceil".split()
 )
-# Attributes that lead from ordinary objects to frames, code or evaluation of strings.
+# Attributes that lead from ordinary objects to frames, code or evaluation of strings, or read attributes by a computed
+# name. `singledispatch` evaluates annotations, `make_dataclass` makes fields for class patterns to read.
 FORBIDDEN_ATTRIBUTES = frozenset(
     "gi_frame gi_code gi_yieldfrom cr_frame cr_code cr_await cr_origin ag_frame ag_code ag_await tb_frame tb_next"
     " f_back f_builtins f_code f_globals f_locals f_trace func_globals func_code"
-    " get_type_hints ForwardRef evaluate_forward_ref Formatter vformat get_field".split()
+    " get_type_hints ForwardRef evaluate_forward_ref _evaluate Formatter vformat get_field"
+    " update_wrapper singledispatch singledispatchmethod make_dataclass _thread".split()
 )
-# Modules that must not be had through any object's attribute, whether or not the object is known to be a module.
+# Modules that must not be had through any object's attribute, whether or not the object is known to be a module; some
+# under the name that a default module has for them (`enum.bltns`).
 FORBIDDEN_MODULES = frozenset(
-    "os sys subprocess builtins importlib ctypes posix socket shutil pickle marshal gc inspect".split()
+    "os sys subprocess builtins bltns importlib ctypes posix socket shutil pickle marshal gc inspect codecs"
+    " types".split()
 )
-ATTRIBUTE_FUNCTIONS = frozenset({"getattr", "setattr", "delattr", "attrgetter", "methodcaller"})
+# Functions that take names of attributes. `wraps` takes them as its second argument, which nobody needs.
+ATTRIBUTE_FUNCTIONS = frozenset({"getattr", "setattr", "delattr", "attrgetter", "methodcaller", "wraps"})
+MODULE_ATTRIBUTE_FUNCTIONS = frozenset({"attrgetter", "methodcaller", "wraps"})
 _SUSPICIOUS_TEXT = re.compile("__|" + "|".join(sorted(FORBIDDEN_ATTRIBUTES)))
 _CHILD_FIELDS: dict[type, tuple[str, ...]] = {}  # by class of node: fields that hold nodes, last first
 
@@ -192,6 +205,8 @@ class _PolicyCheck:
         self.assignments: list[tuple[list[str], ast.expr]] = []
         self.module_uses: list[tuple[ast.expr, str]] = []
         self.resolved: dict[int, set[str]] = {}  # by id of an attribute node
+        self.star_import = False
+        self.forbidden_name = ""  # an attribute that a star import may have made a name
         self.dynamic_format = False
         self.suspicious_text = ""
 
@@ -210,6 +225,8 @@ class _PolicyCheck:
                     self.check_member(module, attribute)
         except Refused as refused:
             raise Refused(f"line {node.lineno}: {refused}") from None
+        if self.star_import and self.forbidden_name:
+            raise Refused(f"{self.forbidden_name!r} is not available.")
         if self.dynamic_format and self.suspicious_text:
             raise Refused(f"a format string that may read {self.suspicious_text!r}. Use an f-string.")
 
@@ -227,6 +244,7 @@ class _PolicyCheck:
         self.check_module(node.module)
         for alias in node.names:
             self.check_member(node.module, alias.name)
+            self.star_import |= alias.name == "*"
             bound = alias.asname or alias.name
             if alias.name in ATTRIBUTE_FUNCTIONS:
                 self.attribute_functions[bound] = alias.name
@@ -269,6 +287,8 @@ class _PolicyCheck:
             self.assignments.append((names, node.value))
         if isinstance(node, ast.AnnAssign):
             self.check_annotation(node.annotation)
+            if isinstance(node.target, ast.Name) and _is_dunder(node.target.id):  # a field of a dataclass
+                raise Refused(f"the special name {node.target.id!r} cannot be a field.")
 
     # Names and attributes
 
@@ -279,7 +299,9 @@ class _PolicyCheck:
         if _is_dunder(name) and isinstance(node.ctx, ast.Load) and name not in READABLE_DUNDERS | {"__debug__"}:
             raise Refused(f"the special name {name!r} is not available.")
         if name in self.attribute_functions and isinstance(node.ctx, ast.Load) and id(node) not in self.accepted:
-            raise Refused(f"{name!r} can only be called directly, with the attribute's name written out.")
+            raise Refused(f"{name!r} can only be called directly, with names written out.")
+        if name in FORBIDDEN_ATTRIBUTES:
+            self.forbidden_name = name
 
     def check_attribute_name(self, name: str) -> None:
         if name in FORBIDDEN_ATTRIBUTES or name.strip("_") in FORBIDDEN_MODULES - self.allowed:
@@ -292,11 +314,11 @@ class _PolicyCheck:
         name = node.attr
         if id(node) in self.accepted:
             return
-        if name in ("attrgetter", "methodcaller"):
-            raise Refused(f"{name!r} can only be called directly, with the attribute's name written out.")
+        if name in MODULE_ATTRIBUTE_FUNCTIONS:
+            raise Refused(f"{name!r} can only be called directly, with names written out.")
         if name in ("format", "format_map"):
             self.check_format(node.value)
-        if not (_is_dunder(name) and self.is_super(node.value) and name not in SUPER_DUNDERS_DENIED):
+        if not (_is_dunder(name) and self.is_super(node.value) and name in SUPER_DUNDERS):
             self.check_attribute_name(name)
         if isinstance(node.value, (ast.Name, ast.Attribute)):
             self.module_uses.append((node.value, name))
@@ -310,12 +332,16 @@ class _PolicyCheck:
         if isinstance(function, ast.Name):
             kind = self.attribute_functions.get(function.id)
         elif isinstance(function, ast.Attribute):
-            kind = function.attr if function.attr in ("attrgetter", "methodcaller") else None
+            kind = function.attr if function.attr in MODULE_ATTRIBUTE_FUNCTIONS else None
             if function.attr == "__init__" and isinstance(function.value, ast.Name):
                 self.accepted.add(id(function))  # Base.__init__(self)
         else:
             kind = None
         if kind is None:
+            return
+        if kind == "wraps":
+            if len(node.args) == 1 and not node.keywords and not isinstance(node.args[0], ast.Starred):
+                self.accepted.add(id(function))
             return
         named = node.args if kind == "attrgetter" else node.args[:1] if kind == "methodcaller" else node.args[1:2]
         for argument in named:
@@ -323,6 +349,7 @@ class _PolicyCheck:
                 raise Refused(f"{kind!r} with a computed name. Write the attribute's name out.")
             for part in argument.value.split("."):
                 self.check_attribute_name(part)
+                self.dynamic_format |= part in ("format", "format_map")
                 if kind == "getattr" and isinstance(node.args[0], (ast.Name, ast.Attribute)):
                     self.module_uses.append((node.args[0], part))
         if named and not any(isinstance(argument, ast.Starred) for argument in node.args):
