@@ -193,6 +193,17 @@ for number in range(1024):
         except OSError: pass
 """,
     ),
+    Hostile(
+        "read-of-every-descriptor",
+        "ok",
+        """
+for number in open_descriptors():
+    if number != own_descriptor():
+        print('read', number, os.read(number, 100))
+print('end')
+""",
+        "Output:\nend",
+    ),
     endless("read-of-own-descriptor", "os.read(own_descriptor(), 1000)"),
     Hostile("shut-down-own-socket", "error ok", "print(_libc.shutdown(own_descriptor(), 2))"),
     Hostile("close-own-descriptor", "crashed", "os.close(own_descriptor())\nprint('lost')"),
@@ -426,11 +437,6 @@ for name in dir(builtins):
 PROGRAMS = [*MEMORY, *PROCESSES, *FLOODS, *FORGERIES, *ENDINGS, *TAMPERING]
 
 
-def with_helpers(code: str) -> str:
-    numbers = {name: pair[jail.COLUMN] for name, pair in jail.SYSTEM_CALLS.items()}
-    return f"NUMBERS = {numbers!r}\n{jail.PRELUDE}\n{code}"
-
-
 @pytest.fixture(scope="module")
 def many_descriptors():
     """A host that has as many files open as a trainer has: numbers of inherited descriptors are high then."""
@@ -447,7 +453,7 @@ def test_call_ends_and_nothing_else_is_harmed(hostile, many_descriptors):
         neighbour = asyncio.create_task(jail.sandbox(timeout=ENDS + LATE_SECONDS).execute_code(NEIGHBOUR))
         await asyncio.sleep(0)
         start = time.monotonic()
-        output = await jail.sandbox(timeout=hostile.timeout).execute_code(with_helpers(hostile.code))
+        output = await jail.sandbox(timeout=hostile.timeout).execute_code(jail.with_helpers(hostile.code))
         return output, time.monotonic() - start, await neighbour
 
     check_next_call()
@@ -485,7 +491,7 @@ def test_many_hostile_calls_at_once_harm_neither_each_other_nor_their_neighbours
 
     async def everything():
         neighbours = [jail.sandbox(timeout=90).execute_code(NEIGHBOUR) for _ in range(6)]
-        attacks = [jail.sandbox(timeout=3).execute_code(with_helpers(hostile.code)) for hostile in programs]
+        attacks = [jail.sandbox(timeout=3).execute_code(jail.with_helpers(hostile.code)) for hostile in programs]
         return await asyncio.gather(*neighbours, *attacks)
 
     results = asyncio.run(everything())
@@ -513,7 +519,7 @@ def test_no_process_outlives_its_call(layer):
     missing = jail.missing_layers()
     if layer in missing:
         pytest.skip(f"{layer} is not to be had here: {missing[layer]}")
-    output = jail.run(with_helpers(DAEMON), disabled=jail.alone(layer))
+    output = jail.run(jail.with_helpers(DAEMON), disabled=jail.alone(layer))
     assert output.outcome == "error" and "GOT" not in output
     assert jail.settles(lambda: len(jail.descendants(os.getpid())) <= resting_processes())
 
@@ -557,7 +563,7 @@ def test_nothing_of_an_earlier_call_is_in_the_memory_of_a_later_one():
         for mark in marks[:4]:
             assert await jail.sandbox().execute_code(f"x = '{mark}'\nprint(x)") == f"Output:\n{mark}"
         beside = [jail.sandbox().execute_code(f"import time\nx = '{mark}'\ntime.sleep(1)") for mark in marks[4:]]
-        scan = jail.sandbox().execute_code(with_helpers(SCAN))
+        scan = jail.sandbox().execute_code(jail.with_helpers(SCAN))
         return (await asyncio.gather(scan, *beside))[0]
 
     output = asyncio.run(calls())
