@@ -91,7 +91,7 @@ for file in "$requirements" "$@"; do
 done
 python=$(find_python)
 venv=${RETOOL_VENV:-$cache/venv-$({ cat "$requirements"; "$python" -VV; uname -m; } | digest)}
-mkdir -p "$cache" "$venv" || die "cannot write to $cache and $venv; name other folders in RETOOL_CACHE and RETOOL_VENV"
+mkdir -p "$cache" "$venv" 2>/dev/null || die "cannot write to $cache and $venv; name other folders in RETOOL_CACHE and RETOOL_VENV"
 log="$cache/pip.log"
 
 exec 9>"$venv/.lock" # two runs at once: the second waits for the first one's environment

@@ -512,6 +512,8 @@ def vime_arguments(engine: Engine, options: argparse.Namespace, groups: int) -> 
         vllm_dp_size=1,
         vllm_enable_deterministic_inference=True,  # a seed for each sample of a problem
         rollout_num_engines=1,
+        rollout_num_gpus=1,  # this and the next: what vime before July 2026 counts its engines from
+        rollout_num_gpus_per_engine=1,
         rollout_seed=options.seed,
         rollout_global_dataset=True,
         rollout_batch_size=groups,
