@@ -656,3 +656,10 @@ def test_nothing_else_stops_it(attack, world):
         assert succeeded, output
     finally:
         world.mend()
+
+
+def test_the_filter_alone_keeps_a_call_with_libraries_from_signals_by_descriptor(world):
+    """Landlock stops them from ABI 6 only, and such a worker has no other wall against them."""
+    (by_own_socket,) = [attack for attack in ATTACKS if attack.name == "signal-canary-by-own-socket"]
+    output = attack_it(by_own_socket, world, library=True)
+    assert "REFUSED" in output and "'fcntl'" in output

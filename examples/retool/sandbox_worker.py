@@ -164,11 +164,12 @@ WORKER_CALLS = {
     "recvmsg": (47, 212), "shutdown": (48, 210), "close_range": (436, 436), "epoll_ctl": (233, 21),
     "epoll_wait": (232, None), "epoll_pwait": (281, 22), "landlock_restrict_self": (446, 446),
 }  # fmt: skip
-LIBRARY_CALLS = {  # for late imports, where Landlock says of what
+# For late imports; Landlock says of what. No fcntl and no ioctl: with them a call can have the kernel send signals to
+# any process of its user, which Landlock stops from ABI 6 only.
+LIBRARY_CALLS = {
     "open": (2, None), "openat": (257, 56), "stat": (4, None), "lstat": (6, None), "newfstatat": (262, 79),
     "statx": (332, 291), "readlink": (89, None), "readlinkat": (267, 78), "getdents64": (217, 61), "getcwd": (79, 17),
-    "access": (21, None), "faccessat": (269, 48), "faccessat2": (439, 439), "pread64": (17, 67), "ioctl": (16, 29),
-    "fcntl": (72, 25),
+    "access": (21, None), "faccessat": (269, 48), "faccessat2": (439, 439), "pread64": (17, 67),
 }  # fmt: skip
 CLONE3 = {"clone3": (435, 435)}  # takes its flags where no filter can look; the C library falls back if it is missing
 
