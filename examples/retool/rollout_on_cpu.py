@@ -324,8 +324,20 @@ def _dequantize(source: Path, gguf: str, target: Path) -> None:
 # Servers: started in process groups of their own and ended by these, so that nothing else is ever touched.
 # ---------------------------------------------------------------------------------------------------------------------
 
-# The program in argv[1:], asked to end by the kernel should this run be killed before it can do so itself.
-_LAUNCHER = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15); os.execv(sys.argv[1], sys.argv[1:])"
+# Leads the process group of the server that argv[1:] starts. Its stdin is a pipe from this run: should the run be
+# killed before it can end the server itself, the pipe ends, and the whole group with it. SIGTERM is for the server.
+_LAUNCHER = """
+import os, signal, subprocess, sys, threading
+
+def end_with_the_run():
+    sys.stdin.buffer.read()
+    os.killpg(os.getpgid(0), signal.SIGKILL)
+
+signal.signal(signal.SIGTERM, lambda signum, frame: None)
+server = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL)
+threading.Thread(target=end_with_the_run, daemon=True).start()
+os._exit(abs(server.wait()))
+"""
 
 
 class Server(NamedTuple):
@@ -371,7 +383,7 @@ def start_server(name: str, command: list[str], port: int, log: Path, environmen
         with log.open("wb") as output:
             process = subprocess.Popen(
                 [sys.executable, "-c", _LAUNCHER, *command],
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=output,
                 env=os.environ | environment,
