@@ -524,6 +524,15 @@ def test_no_process_outlives_its_call(layer):
     assert jail.settles(lambda: len(jail.descendants(os.getpid())) <= resting_processes())
 
 
+@pytest.mark.parametrize("ending", ["", "os._exit(0)", "while True: pass"], ids=["returns", "exits", "runs"])
+def test_the_worker_ends_what_is_left_of_a_calls_group(ending):
+    """Where neither filter nor limits keep a call from having children."""
+    code = f"if os.fork() == 0: time.sleep(60)\nprint('forked', flush=True)\n{ending}"
+    output = jail.run(jail.with_helpers(code), disabled=("seccomp", "limits"), timeout=ENDLESS)
+    assert "forked" in output
+    assert jail.settles(lambda: len(jail.descendants(os.getpid())) <= resting_processes())
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # What an earlier call leaves to a later one
 
