@@ -8,6 +8,7 @@ import tool_sandbox
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted import PairTokenizer, Turn, call, check_sample, make_args, make_params
+
 from vime.utils.types import Sample
 
 TEXTS = st.lists(

@@ -7,6 +7,7 @@ import threading
 import generate_with_retool as plugin
 import pytest
 from scripted import call
+
 from vime.utils.types import Sample
 
 

@@ -65,6 +65,7 @@ REQUEST_BYTES = 1 << 16  # the largest that the host sends
 SETUP_FAILED = 70  # exit status of a child that could not confine itself; its source stays unread
 CHATTY_RECORDS = 64  # records after which output is flushed by a timer and no longer at each line
 FLUSH_SECONDS = 0.05
+IDLE_SECONDS = 0.02  # a busy host takes a waiting child before that, and the time for its warm-up would be lost
 CHILD_DESCRIPTORS = 16  # numbers that a child may use; those of open descriptors may be higher
 TRACEBACK_CALLS = 8
 MESSAGE_CHARS = 2000
@@ -656,8 +657,8 @@ class Worker:
         os.closerange(call + 1, highest + 1)
         if self.confinement.child_filter is not None:
             _install(self.confinement.child_filter)
-        if not select.select([call], [], [], 0)[0]:
-            execute(WARM_UP, {})  # nobody waits yet: have the pages copied that a call will write to
+        if not select.select([call], [], [], IDLE_SECONDS)[0]:
+            execute(WARM_UP, {})  # nobody is waiting: have the pages copied that a call will write to
 
     def host_moved(self, descriptor: int, event: int) -> None:
         """The host closed a call (or died), or has shut its sending side to say that the time is up."""
