@@ -169,6 +169,39 @@ def test_made_up_output_stays_the_models_and_is_counted(rollout, tool):
     assert sample.loss_mask[start : start + len(made_up)] == [1] * len(made_up)
 
 
+@pytest.mark.parametrize(
+    "text, observation, done",
+    [
+        ("<code>1</code>", "\n\n<interpreter>\nOutput:\n42\n</interpreter>\n\n", False),
+        (
+            call("1"),
+            "<|im_end|>\n<|im_start|>user\n<tool_response>\nOutput:\n42\n</tool_response><|im_end|>\n"
+            "<|im_start|>assistant\n",
+            False,
+        ),
+        ("Answer: \\boxed{5}", "", True),
+    ],
+)
+def test_execute_predictions(tool, text, observation, done):
+    assert asyncio.run(plugin.execute_predictions(text)) == (observation, done)
+
+
+@pytest.mark.parametrize("text", ["hm", "<code>\nprint('</code>", "<tool_call>{</tool_call>", "<code></code>"])
+def test_execute_predictions_says_what_is_wrong(tool, text):
+    tool.answer = "SyntaxError: previous action is invalid"  # of the broken string, which is executed
+    observation, done = asyncio.run(plugin.execute_predictions(text))
+    assert "previous action is invalid" in observation and not done
+
+
+def test_the_limit_on_calls_is_taken_once_and_looked_up_when_called(tool, monkeypatch):
+    monkeypatch.setattr(tool_sandbox, "SEMAPHORE", asyncio.Semaphore(1))
+
+    async def main():
+        return await asyncio.gather(*(plugin.execute_predictions("<code>1</code>") for _ in range(5)))
+
+    assert len(asyncio.run(asyncio.wait_for(main(), 30))) == 5
+
+
 # --- what is sent ----------------------------------------------------------------------------------------------------
 
 

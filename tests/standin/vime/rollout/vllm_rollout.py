@@ -43,6 +43,8 @@ class GenerateState:
                 no_stop_trim=True,
                 spaces_between_special_tokens=False,
             )
+            if getattr(args, "vllm_enable_deterministic_inference", False):
+                state.group_sampling_seeds = [args.rollout_seed + i for i in range(args.n_samples_per_prompt)]
             state.aborted = False
             cls._instance = state
         return cls._instance
@@ -89,7 +91,10 @@ async def generate_and_rm(args, sample, sampling_params, evaluation=False):
 async def generate_and_rm_group(args, group, sampling_params, evaluation=False):
     for sample in group:
         sample.session_id = sample.session_id or str(uuid.uuid4())
-    group = await asyncio.gather(*(generate_and_rm(args, s, sampling_params.copy(), evaluation) for s in group))
+    seeds = getattr(GenerateState(args), "group_sampling_seeds", None)
+    params = [sampling_params | ({"seed": seeds[i]} if seeds else {}) for i in range(len(group))]
+    tasks = [generate_and_rm(args, *pair, evaluation) for pair in zip(group, params, strict=True)]
+    group = await asyncio.gather(*tasks)
     if args.group_rm:
         rewards = await load_function(args.custom_rm_path)(args, group)
         for sample, reward in zip(group, rewards, strict=True):
