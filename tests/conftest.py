@@ -1,6 +1,6 @@
 """What every test file needs: the plugin and vime on the path, and the real Qwen3 tokenizer where the test command put it.
 
-VIME_ROOT names a vime checkout; without it the stand-in in tests/standin takes vime's place.
+vime is the checkout that VIME_ROOT names, else the one that these files lie in, else the stand-in in tests/standin.
 """
 
 import os
@@ -11,7 +11,8 @@ import pytest
 
 TESTS = Path(__file__).resolve().parent
 EXAMPLE = TESTS.parent / "examples" / "retool"
-VIME = Path(os.environ.get("VIME_ROOT") or TESTS / "standin")
+AROUND = TESTS.parent if (TESTS.parent / "vime").is_dir() else TESTS / "standin"
+VIME = Path(os.environ.get("VIME_ROOT") or AROUND)
 
 for folder in (VIME, TESTS, EXAMPLE):
     sys.path.insert(0, str(folder))

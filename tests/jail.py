@@ -14,7 +14,6 @@ import resource
 import secrets
 import select
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -405,8 +404,3 @@ def program(code: str, facts: dict) -> str:
     body = "\n".join(f"        {line}" for line in code.strip("\n").split("\n"))
     guard = "    except OSError as error:\n        print('REFUSED', error)"
     return with_helpers(f"{assigned}\ndef attack():\n    try:\n{body}\n{guard}\nattack()\n")
-
-
-def kill_quietly(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)

@@ -40,7 +40,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from tool_sandbox import CODE_TOOL, SYSTEM_PROMPT, TOOL_CONFIGS, SandboxError, neutralize, tool_registry
+from tool_sandbox import CODE_TOOL, SYSTEM_PROMPT, TOOL_CONFIGS, SandboxError, neutralize, shorten, tool_registry
 
 logger = logging.getLogger(__name__)
 
@@ -319,6 +319,9 @@ def read_action(text: str, over: bool | None = None) -> Action:
     if not calls:
         return Action(None, problem=_no_action(text), made_up=made_up)
     return _read_block(text, calls[0])._replace(made_up=made_up)
+
+
+# The next three are the names under which other code, written for earlier versions of this example, reads a turn.
 
 
 def postprocess_predictions(text: str) -> tuple[str | None, Any]:
@@ -780,30 +783,16 @@ async def _observe(action: Action) -> str:
     )
 
 
-_NOTE_CHARS = 40
-
-
-def shorten(text: str, most: int) -> str:
-    """The text in at most `most` characters: its head, a note of what is left out, its tail; "" if that cannot be."""
-    if len(text) <= most:
-        return text
-    kept = most - _NOTE_CHARS
-    if kept <= 0:
-        return ""
-    head, tail = text[: (kept + 1) // 2], text[len(text) - kept // 2 :]
-    return f"{head}\n... {len(text) - kept} characters left out ...\n{tail}"
-
-
 def _encode_observation(tokenizer, frame: tuple[str, str], body: str, room: int) -> tuple[str, list[int]]:
     """The framed observation in at most `room` ids, its body cut to fit. The bare frame must fit."""
     before, after = frame
     kept = len(body)
     while True:
-        text = before + shorten(body, kept) + after
+        text = before + (shorten(body, kept) if kept else "") + after
         ids = _encode(tokenizer, text)
         if len(ids) <= room or kept == 0:
             return text, ids
-        kept = kept * room // (len(ids) + 1) if kept > _NOTE_CHARS else 0
+        kept = kept * room // (len(ids) + 1) if kept > _SHORTEST else 0
 
 
 def _encode(tokenizer, text: str) -> list[int]:
@@ -869,6 +858,7 @@ class Episode:
 
 
 CODE_STOPS = ("</tool_call>", "</code>")
+_SHORTEST = 64  # characters of an observation's body: cut further, nothing but the note of what is left out remains
 _MAX_REQUESTS_A_TURN = 8  # a model that repeats a closing tag inside a string would otherwise ask for thousands
 _ANSWER_ROOM = 64  # tokens that a long observation leaves to the turn behind it: an answer fits
 

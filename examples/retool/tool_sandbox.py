@@ -535,12 +535,12 @@ class _Capture:
         """At most `most` characters, among them a note of what is left out between head and tail."""
         dropped = self.size - len(self.head) - len(self.tail)
         if not dropped:
-            return _shorten((self.head + self.tail).decode("utf-8", "replace").removesuffix("\n"), most)
+            return shorten((self.head + self.tail).decode("utf-8", "replace").removesuffix("\n"), most)
         head, tail = self.head.decode("utf-8", "replace"), self.tail.decode("utf-8", "replace")
-        return _shorten(f"{head}{tail}".removesuffix("\n"), most, also_dropped=dropped)
+        return shorten(f"{head}{tail}".removesuffix("\n"), most, also_dropped=dropped)
 
 
-def _shorten(text: str, most: int, also_dropped: int = 0) -> str:
+def shorten(text: str, most: int, also_dropped: int = 0) -> str:
     """`text` itself if it is short enough, else its head and its tail with a note between them."""
     if len(text) <= most and not also_dropped:
         return text
@@ -725,7 +725,7 @@ def _signal_name(number: int) -> str:
 def _observation(reply: _Reply, timeout: float, memory_bytes: int, most: int) -> ToolOutput:
     """At most `most` characters: first what went wrong, then errors, and the rest for the output."""
     outcome, ending = _ending(reply, timeout, memory_bytes)
-    parts = [_shorten(ending, most // 2)] if ending else []
+    parts = [shorten(ending, most // 2)] if ending else []
     if reply.errors.size:
         parts.insert(0, "Errors:\n" + reply.errors.text(most // 4))
     if reply.output.size:
