@@ -1064,7 +1064,7 @@ def _close_episode(episode: Episode, end: str) -> None:
     }
 
 
-_FAILURE_WINDOW = 32  # episodes
+_FAILURE_WINDOW = 64  # episodes
 _recent_faults: collections.deque[bool] = collections.deque(maxlen=_FAILURE_WINDOW)
 _recent_lock = threading.Lock()
 
