@@ -146,9 +146,9 @@ def test_any_episode_keeps_the_invariants(
     assert len(called) == sample.tool_call_count
     ends = {"answer": "completed", "abort": "aborted", "fault": "aborted"}
     assert sample.status.value == ends.get(record["end_reason"], "truncated")
-    if sample.loss_mask and not task.cancelled() and record["end_reason"] != "abort":
-        # an observation is never the last thing, unless what was to follow it failed
-        assert sample.loss_mask[-1] == 1 or record["end_reason"] in ("fault", "turn_cap", "call_cap")
+    if sample.loss_mask and sample.loss_mask[-1] == 0 and not task.cancelled():
+        # an observation is the last thing only if the engine was asked to go on behind it, and added nothing
+        assert script.requests[-1].payload["token_ids"] == sample.tokens
     assert (sample.reward is not None) == sample.remove_sample
     if sample.remove_sample:
         assert sample.status == Sample.Status.ABORTED and sample.reward["score"] == 0
