@@ -43,8 +43,7 @@ find_python() {
         "or name an interpreter in PYTHON"
 }
 
-digest() { python_of_choice -c 'import hashlib, sys; print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest()[:12])'; }
-python_of_choice() { "$python" "$@"; }
+digest() { "$python" -c 'import hashlib, sys; print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest()[:12])'; }
 
 show_progress() { # pip's output as one line that counts packages; on no terminal, nothing
     if [[ -t 2 ]]; then

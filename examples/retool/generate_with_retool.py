@@ -978,7 +978,7 @@ async def _sample_turn(episode: Episode) -> Turn:
         if finish == "length":
             return turn._replace(cut_by=binding)
         ids += completion.token_ids
-        text = tokenizer.decode(ids, skip_special_tokens=False)
+        text = tokenizer.decode(ids, skip_special_tokens=False) if attempt else said
         turn = Turn(text, read_action(text))
         if not turn.action.waits or not completion.token_ids:
             break

@@ -74,27 +74,8 @@ SOURCE_NAME = "<code>"
 # What allowed modules import late. No path can be opened later, so it is loaded beforehand.
 LATE_MODULES = ("_strptime", "unicodedata", "reprlib", "contextlib", "locale", "linecache", "_pydatetime", "_colorize")
 LATE_CODECS = (
-    "ascii",
-    "latin-1",
-    "utf-8",
-    "utf-8-sig",
-    "utf-16",
-    "utf-16-le",
-    "utf-16-be",
-    "utf-32",
-    "utf-32-le",
-    "utf-32-be",
-)
-LATE_CODECS += (
-    "cp437",
-    "cp1252",
-    "utf-7",
-    "unicode_escape",
-    "raw_unicode_escape",
-    "rot13",
-    "hex",
-    "base64",
-    "punycode",
+    "ascii latin-1 utf-8 utf-8-sig utf-16 utf-16-le utf-16-be utf-32 utf-32-le utf-32-be cp437 cp1252 utf-7"
+    " unicode_escape raw_unicode_escape rot13 hex base64 punycode".split()
 )
 
 
