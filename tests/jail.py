@@ -22,6 +22,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+import sandbox_policy
 import tool_sandbox
 
 SECONDS = 20.0  # for calls that end by themselves in milliseconds: generous, so that a busy machine changes no result
@@ -76,6 +77,25 @@ def run(code: str, disabled: tuple[str, ...] = (), library: bool = False, **opti
         code = f"import {LIBRARY}\n{code}"
     with layers_off(disabled):
         return asyncio.run(sandbox(library=library, **options).execute_code(code))
+
+
+def request(code: str) -> bytes:
+    """What the host sends to a child."""
+    review = sandbox_policy.review(code, sandbox_policy.DEFAULT_MODULES)
+    return b"%d %d %d\n%b" % (*review.shown, False, code.encode())
+
+
+def resting_processes() -> int:
+    """Of this host: its workers, each with the process that waits outside its namespace, and children forked ahead."""
+    workers = [future.result() for future in tool_sandbox._POOL._workers.values() if future.done()]
+    return sum(2 + len(worker.spare) for worker in workers) + (tool_sandbox._REVIEWER._process is not None)
+
+
+def fork_all_spares() -> None:
+    """Else there are some fewer, by chance."""
+    for future in tool_sandbox._POOL._workers.values():
+        worker = future.result()
+        worker.spare.extend(worker._fork(tool_sandbox.SPARE_CHILDREN - len(worker.spare)))
 
 
 def missing_layers(library: bool = False) -> dict[str, str]:
@@ -356,7 +376,8 @@ SYSTEM_CALLS = {
 COLUMN = {"x86_64": 0, "aarch64": 1}.get(platform.machine())
 
 PRELUDE = '''
-import ctypes, os, sys, struct, signal, socket, resource, time
+import ctypes, os, sys, struct, signal, resource, time
+import _socket as socket  # all that the worker has of it
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.syscall.restype = ctypes.c_long
 def system_call(name, *arguments):

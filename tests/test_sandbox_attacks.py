@@ -218,7 +218,7 @@ raise last
         "seccomp",
         """
 call = socket.socket(fileno=own_descriptor())
-socket.send_fds(call, [b"o"], [call.fileno()])
+call.sendmsg([b"o"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", call.fileno()))])
 call.detach()
 got()
 """,

@@ -96,7 +96,7 @@ def test_random_records_from_a_call_harm_neither_host_nor_worker():
 
 @pytest.fixture
 def worker():
-    made = tool_sandbox._start_worker(tool_sandbox._WorkerKey((), 2**28, ()))
+    made = tool_sandbox._start_worker(tool_sandbox._WorkerKey(False, (), 2**28, ()))
     yield made
     made.close()
 
@@ -118,18 +118,18 @@ def test_random_requests_end_their_call_alone(worker):
         request = draw.choice(
             [
                 draw.randbytes(draw.randrange(1, 5000)),
-                b"%d %d\nprint(1)" % (draw.randrange(-9, 99), draw.randrange(-9, 99)),
-                b"0 0\n" + draw.randbytes(draw.randrange(200)),
-                b"0 8\nprint(1)\xff",
+                b"%d %d %d\nprint(1)" % tuple(draw.randrange(-9, 99) for _ in range(3)),
+                b"0 0 0\n" + draw.randbytes(draw.randrange(200)),
+                b"0 8 1\nprint(1)\xff",
                 b"\n",
-                b"9" * 5000 + b" 1\nprint(1)",
+                b"9" * 5000 + b" 1 1\nprint(1)",
             ]
         )
         connection = worker.take()
         connection.send(request)
         assert re.match(rb"(?s)(.*\|)?[oDEMX]", answer(connection)), label
         good = worker.take()
-        good.send(b"0 0\nprint(7)")
+        good.send(jail.request("print(7)"))
         assert answer(good).startswith(b"o7\n|D"), label
         assert not worker.is_dead(), label
 
@@ -139,7 +139,7 @@ def test_random_bytes_on_the_control_socket_do_not_end_the_worker(worker):
         draw = random.Random(seed)
         worker.control.send(draw.randbytes(draw.randrange(1, 3000)))
         good = worker.take()
-        good.send(b"0 0\nprint(7)")
+        good.send(jail.request("print(7)"))
         assert answer(good).startswith(b"o7\n|D"), label
     assert not worker.is_dead()
 
@@ -150,7 +150,7 @@ def test_calls_that_are_closed_at_random_moments_leave_nothing(worker):
     for _ in range(5 * ROUNDS):
         connection = worker.take()
         if draw.random() < 0.7:
-            connection.send(b"0 0\nprint(1)\nimport time\ntime.sleep(%f)\nprint(2)" % (draw.random() * 0.01))
+            connection.send(jail.request(f"print(1)\nimport time\ntime.sleep({draw.random() * 0.01})\nprint(2)"))
         if draw.random() < 0.3:
             connection.shutdown(draw.choice([0, 1, 2]))
         time.sleep(draw.random() * 0.005)
@@ -163,14 +163,14 @@ def test_calls_that_are_closed_at_random_moments_leave_nothing(worker):
 # A worker gone mad
 
 ROGUE = """
-import json, os, random, socket, sys
+import os, random, socket, sys
 draw = random.Random({seed!r})
 control = socket.socket(fileno=int(sys.argv.pop()))
 control.recv(1 << 16)
 control.send({start!r})
 kept = []
 for _ in range(draw.choice([0, 1, 3, 30])):
-    request, descriptors, _, _ = socket.recv_fds(control, 16, 1)
+    request, descriptors, _, _ = socket.recv_fds(control, 16, 64)
     if not request: break
     if draw.random() < 0.2: control.send(draw.randbytes(50))
     for descriptor in descriptors:

@@ -464,13 +464,7 @@ def test_call_ends_and_nothing_else_is_harmed(hostile, many_descriptors):
     assert seconds < hostile.timeout + LATE_SECONDS
     assert neighbour == UNHARMED
     check_next_call()
-    assert jail.settles(lambda: len(jail.descendants(os.getpid())) <= resting_processes()), "a process remains"
-
-
-def resting_processes() -> int:
-    """Of this host: its workers, each with the process that waits outside its namespace, and children forked ahead."""
-    workers = len(tool_sandbox._POOL._workers)
-    return workers * (2 + tool_sandbox.SPARE_CHILDREN) + (tool_sandbox._REVIEWER._process is not None)
+    assert jail.settles(lambda: len(jail.descendants(os.getpid())) <= jail.resting_processes()), "a process remains"
 
 
 def check_next_call():
@@ -521,7 +515,7 @@ def test_no_process_outlives_its_call(layer):
         pytest.skip(f"{layer} is not to be had here: {missing[layer]}")
     output = jail.run(jail.with_helpers(DAEMON), disabled=jail.alone(layer))
     assert output.outcome == "error" and "GOT" not in output
-    assert jail.settles(lambda: len(jail.descendants(os.getpid())) <= resting_processes())
+    assert jail.settles(lambda: len(jail.descendants(os.getpid())) <= jail.resting_processes())
 
 
 @pytest.mark.parametrize("ending", ["", "os._exit(0)", "while True: pass"], ids=["returns", "exits", "runs"])
@@ -530,7 +524,7 @@ def test_the_worker_ends_what_is_left_of_a_calls_group(ending):
     code = f"if os.fork() == 0: time.sleep(60)\nprint('forked', flush=True)\n{ending}"
     output = jail.run(jail.with_helpers(code), disabled=("seccomp", "limits"), timeout=ENDLESS)
     assert "forked" in output
-    assert jail.settles(lambda: len(jail.descendants(os.getpid())) <= resting_processes())
+    assert jail.settles(lambda: len(jail.descendants(os.getpid())) <= jail.resting_processes())
 
 
 # ---------------------------------------------------------------------------------------------------------------------

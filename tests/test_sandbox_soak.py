@@ -95,9 +95,8 @@ def descriptors(pid: int) -> int:
 
 def resting_workers() -> set[int]:
     """The processes that stay: below this one, without children that end by themselves in a moment."""
-    most = len(tool_sandbox._POOL._workers) * (2 + tool_sandbox.SPARE_CHILDREN)
-    most += tool_sandbox._REVIEWER._process is not None
-    jail.settles(lambda: len(jail.descendants(os.getpid())) <= most)
+    jail.fork_all_spares()
+    jail.settles(lambda: len(jail.descendants(os.getpid())) == jail.resting_processes())
     return jail.descendants(os.getpid())
 
 
@@ -147,7 +146,7 @@ def test_nothing_grows(monkeypatch, tmp_path):
         levels = Levels.now()
         report((phase + 1) * CALLS // PHASES, levels, medians[-1])
     assert levels.host_descriptors <= first.host_descriptors
-    assert levels.worker_descriptors <= first.worker_descriptors + tool_sandbox.SPARE_CHILDREN
+    assert levels.worker_descriptors <= first.worker_descriptors
     assert levels.processes <= first.processes
     assert levels.files <= first.files
     assert levels.tasks <= first.tasks + 1  # a thread that reviews long sources may come late

@@ -20,6 +20,7 @@ import json
 import re
 import sys
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Set
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -35,6 +36,7 @@ DEFAULT_MODULES = frozenset(
     " fractions functools heapq itertools json math numbers operator pprint random re statistics string textwrap time"
     " typing".split()
 )
+RANDOM_MODULES = frozenset({"random", "statistics"})  # draw from a shared random state, or give that away
 FORBIDDEN_NAMES = frozenset(
     "eval exec open compile input globals vars locals breakpoint help __import__ __builtins__ __loader__ __spec__"
     " __build_class__ __match_args__ __annotations__".split()
@@ -67,8 +69,14 @@ FORBIDDEN_MODULES = frozenset(
 # Functions that take names of attributes. `wraps` takes them as its second argument, which nobody needs.
 ATTRIBUTE_FUNCTIONS = frozenset({"getattr", "setattr", "delattr", "attrgetter", "methodcaller", "wraps"})
 MODULE_ATTRIBUTE_FUNCTIONS = frozenset({"attrgetter", "methodcaller", "wraps"})
+DATE_PARSER = "_strptime"
+GENERIC = {ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, getattr(ast, "TypeAlias", None)}
 _SUSPICIOUS_TEXT = re.compile("__|" + "|".join(sorted(FORBIDDEN_ATTRIBUTES)))
 _CHILD_FIELDS: dict[type, tuple[str, ...]] = {}  # by class of node: fields that hold nodes, last first
+
+
+# What the compiler finds odd in a model's code is no news for the host's log.
+warnings.filterwarnings("ignore", module=re.escape(SOURCE_NAME))
 
 
 class Review(NamedTuple):
@@ -77,7 +85,7 @@ class Review(NamedTuple):
     refusal: str = ""  # what is refused and what may be used instead; "" if the code may run
     unreadable: str = ""  # what Python says of a source that it cannot parse; nothing of it was checked
     shown: tuple[int, int] = (0, 0)  # first and last byte of a last expression, whose value is shown; (0, 0): none
-    imports: tuple[str, ...] = ()  # only where more than the default set is allowed
+    imports: tuple[str, ...] = ()  # modules, in full
 
 
 def review(code: str, allowed: Set[str]) -> Review:
@@ -92,12 +100,12 @@ def review(code: str, allowed: Set[str]) -> Review:
     except UnicodeEncodeError:
         problem = "the code holds characters that are not valid Unicode. Write them as escapes."
     except ValueError as error:
-        problem = f"{error}. Remove the null characters."
+        problem = f"{error}." + (" Remove the null characters." if "\0" in code else "")
     except (RecursionError, MemoryError):
         problem = "the code is nested too deeply. Use a loop or a list."
     else:
-        imports = () if allowed <= DEFAULT_MODULES else _imports(tree)
-        return Review(_refusal(tree, allowed), "", _last_expression(code, tree), imports)
+        nodes = list(_walk(tree))
+        return Review(_refusal(nodes, allowed), "", _last_expression(code, tree), _imports(nodes))
     return Review(refusal=problem, unreadable=problem)
 
 
@@ -106,9 +114,9 @@ def _describe(error: SyntaxError) -> str:
     return text.replace(f'  File "{SOURCE_NAME}", line ', "line ", 1)[:MESSAGE_CHARS]
 
 
-def _refusal(tree: ast.Module, allowed: Set[str]) -> str:
+def _refusal(nodes: list[ast.AST], allowed: Set[str]) -> str:
     try:
-        _PolicyCheck(allowed).run(tree)
+        _PolicyCheck(allowed).run(nodes)
     except Refused as refused:
         return str(refused)
     return ""
@@ -128,14 +136,20 @@ def _position(source: bytes, line: int, column: int) -> int:
     return position + column
 
 
-def _imports(tree: ast.Module) -> tuple[str, ...]:
+def _imports(nodes: list[ast.AST]) -> tuple[str, ...]:
+    """Also what Python imports by itself when the code comes to a name or a construct that needs it."""
     modules = set()
-    for node in _walk(tree):
-        if isinstance(node, ast.Import):
+    for node in nodes:
+        kind = node.__class__
+        if kind is ast.Import:
             modules.update(alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            modules.add(node.module)
-    return tuple(sorted(modules))
+        elif kind is ast.ImportFrom:
+            modules.update([node.module or "", *[DATE_PARSER for alias in node.names if alias.name == "strptime"]])
+        elif (kind is ast.Attribute and node.attr == "strptime") or (kind is ast.Name and node.id == "strptime"):
+            modules.add(DATE_PARSER)
+        elif kind in GENERIC and getattr(node, "type_params", None):  # from Python 3.12 on
+            modules.add("typing")
+    return tuple(modules)
 
 
 class Refused(Exception):
@@ -210,10 +224,10 @@ class _PolicyCheck:
         self.dynamic_format = False
         self.suspicious_text = ""
 
-    def run(self, tree: ast.Module) -> None:
-        node: Any = tree
+    def run(self, nodes: list[ast.AST]) -> None:
+        node: Any = None
         try:
-            for node in _walk(tree):
+            for node in nodes:
                 check = self.CHECKS.get(node.__class__)
                 if check is not None:
                     check(self, node)
@@ -378,11 +392,11 @@ class _PolicyCheck:
         for node in _walk(annotation) if annotation is not None else ():
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 try:
-                    tree = ast.parse(node.value[:MAX_ANNOTATION_CHARS])
+                    tree = ast.parse(node.value[:MAX_ANNOTATION_CHARS], SOURCE_NAME)
                 except (SyntaxError, ValueError, RecursionError, MemoryError):
                     continue  # nor can anyone else evaluate it
                 if any(isinstance(part, (ast.Call, ast.Attribute)) for part in _walk(tree)):
-                    _PolicyCheck(self.allowed).run(tree)
+                    _PolicyCheck(self.allowed).run(list(_walk(tree)))
 
     def check_argument(self, node: ast.arg) -> None:
         self.check_annotation(node.annotation)

@@ -1,12 +1,12 @@
 """The jail: a worker that confines itself once, then forks one child for each call.
 
 This is the only file of the sandbox that runs inside it. It uses the standard library alone. The host
-(``tool_sandbox.py``) starts it as ``python -I -S sandbox_worker.py FD`` with an empty environment; FD is the worker's
-end of the control socket.
+(``tool_sandbox.py``) calls its ``main`` in a new ``python -I -S`` with next to no environment; the last argument is
+the descriptor of the worker's end of the control socket.
 
-    host -- control (SEQPACKET) --------------> worker   a JSON record of settings, answered by a JSON record
-         -- control: b"F" + a descriptor -----> worker   fork a child that owns this descriptor
-         -- call (SEQPACKET, the descriptor) -> child    one record: where its last expression is, the source
+    host -- control (SEQPACKET) --------------> worker   its settings, marshalled; answered by the text of a dict
+         -- control: b"F" + descriptors ------> worker   fork a child for each, which owns this descriptor
+         -- call (SEQPACKET, the descriptor) -> child    one record: three numbers (`run_call`), the source
          <- call ------------------------------ child    records: a letter, then bytes (below)
          <- call ------------------------------ worker   b"X" + exit status, after the child was reaped
     host shuts its sending side of the call --> worker   the time is up: the child is told to flush its output
@@ -16,7 +16,7 @@ end of the control socket.
 Records of a child: ``o`` output and ``e`` errors as they come, then one of ``D`` (ended well), ``E`` + text (ended
 with an exception) and ``M`` + text (ran out of memory).
 
-Invariants. A child is confined before it reads a byte of its source, so whatever runs there runs under every layer.
+Invariants. A child is confined before it reads a byte of its request, so whatever runs there runs under every layer.
 The source goes from the host to that child alone: the worker's memory, which later children inherit, never holds it. A
 child holds one descriptor, its own call. The worker has one thread and runs nothing that came from a call.
 
@@ -41,20 +41,22 @@ import ctypes
 import gc
 import importlib
 import io
-import json
+import marshal
 import os
-import platform
 import resource
 import select
 import signal
-import socket
 import struct
 import sys
 import traceback
 import types
-from typing import NamedTuple
+from collections import namedtuple
+from functools import partial
 
-# `random` would seed itself anew in each child, from 2500 random bytes; `seed` below does it at a third of the cost.
+import _socket as socket  # its C half: with the other, and `selectors`, each fork would be slower by a thirtieth
+
+# `random` would seed itself anew in each child, from 2500 random bytes; `seed` below does it at a third of the cost,
+# and only for calls that may draw from it.
 _register_at_fork, os.register_at_fork = os.register_at_fork, lambda **_: None
 import random
 
@@ -62,33 +64,39 @@ os.register_at_fork = _register_at_fork
 
 RECORD_BYTES = 16384  # the largest record of a child; the host reads one record per system call
 REQUEST_BYTES = 1 << 16  # the largest that the host sends
+MOST_FORKS = 64  # that the host may ask for at once; more would be closed unread, and their calls sent again
 SETUP_FAILED = 70  # exit status of a child that could not confine itself; its source stays unread
 CHATTY_RECORDS = 64  # records after which output is flushed by a timer and no longer at each line
 FLUSH_SECONDS = 0.05
-IDLE_SECONDS = 0.02  # a busy host takes a waiting child before that, and the time for its warm-up would be lost
+CHILD_NICE = 5  # with 19, children pile up half done while others start: a tenth fewer calls a second
 CHILD_DESCRIPTORS = 16  # numbers that a child may use; those of open descriptors may be higher
 TRACEBACK_CALLS = 8
 MESSAGE_CHARS = 2000
 SOURCE_NAME = "<code>"
 
-# What allowed modules import late. No path can be opened later, so it is loaded beforehand.
-LATE_MODULES = ("_strptime", "unicodedata", "reprlib", "contextlib", "locale", "linecache", "_pydatetime", "_colorize")
+# What `re`, `random`, `traceback` and Python itself (for long integers) import late, each in some version. No path can
+# be opened then, so it is loaded beforehand.
+LATE_MODULES = ("unicodedata", "_sha2", "_pylong", "_colorize", "linecache", "tokenize")
 LATE_CODECS = (
-    "ascii latin-1 utf-8 utf-8-sig utf-16 utf-16-le utf-16-be utf-32 utf-32-le utf-32-be cp437 cp1252 utf-7"
-    " unicode_escape raw_unicode_escape rot13 hex base64 punycode".split()
+    "ascii latin-1 utf-8 utf-8-sig utf-16 utf-16-le utf-16-be utf-32 utf-32-le utf-32-be utf-7 cp437 cp1252"
+    " unicode_escape raw_unicode_escape punycode".split()
 )
 
 
-class Settings(NamedTuple):
-    """What the host wants of this worker; the fields of the first record on the control socket."""
-
-    modules: list[str]  # to import beforehand: those that every call may use
-    libraries: list[str]  # to import beforehand: those of the calls that this worker is for
-    paths: list[str]  # directories in which the libraries are found
-    readable: list[str]  # directories that calls with libraries may read, for late imports
-    memory_bytes: int  # what one call may add to the worker's own address space
-    user_id: int  # for a host that is root
-    disabled: list[str]  # layers to leave out; for tests
+# What the host wants of this worker: the first record on the control socket. (Not a typing.NamedTuple: that module
+# alone would make each fork slower by a thirtieth.)
+Settings = namedtuple(
+    "Settings",
+    (
+        "modules",  # to import beforehand: those that every call may use
+        "libraries",  # to import beforehand: those of the calls that this worker is for
+        "paths",  # directories in which the libraries are found
+        "readable",  # directories that calls with libraries may read, for late imports
+        "memory_bytes",  # what one call may add to the worker's own address space
+        "user_id",  # for a host that is root
+        "disabled",  # layers to leave out; for tests
+    ),
+)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -207,8 +215,11 @@ def _child_filter(machine: str) -> _Program:
     return _filter(machine, [(WORKER_CALLS, RET_ERRNO | EPERM)], {}, otherwise=RET_ALLOW)
 
 
-def _install(program: _Program) -> None:
-    _prctl(PR_SET_SECCOMP, 2, ctypes.addressof(program))
+def _installer(program: _Program) -> partial:
+    """What a process calls to have the filter; 0: it has it."""
+    install = partial(_libc.prctl, PR_SET_SECCOMP, 2, ctypes.addressof(program), 0, 0)
+    install.program = program  # lives as long as its address is in use
+    return install
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -331,17 +342,13 @@ def give_way() -> None:
         file.write("1000")
 
 
-class Confinement(NamedTuple):
-    """What a child installs; built once in the worker. None where a layer is missing."""
-
-    ruleset: int | None
-    ruleset_flags: int
-    child_filter: _Program | None
-    limits: bool
+# What a child calls: `steps` and, when its descriptors are closed (Landlock's ruleset is one), `last_steps`. They are
+# bound to their arguments once, as what a child looks up is pages to copy. Each returns nothing or 0, else all is off.
+Confinement = namedtuple("Confinement", ("steps", "last_steps", "ruleset"))
 
 
 def confine(settings: Settings, missing: dict[str, str]) -> Confinement:
-    """Set up the worker's own layers and build the children's; `missing` gets a reason for each that does not hold."""
+    """Set up the worker's own layers and bind the children's; `missing` gets a reason for each that does not hold."""
 
     def layer(name, step, *arguments):
         if name in missing:
@@ -366,27 +373,29 @@ def confine(settings: Settings, missing: dict[str, str]) -> Confinement:
     if os.getpid() == 1:  # of a namespace: the parent that waits outside is what the host kills. Not before the user
         _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # has changed, which clears it
     _prctl(PR_SET_DUMPABLE, 0)  # hides /proc/self from this process too, so not earlier
-    child_filter = None
-    machine = platform.machine()
+    machine = os.uname().machine
     if machine not in AUDIT_ARCHITECTURES:
         missing.setdefault("seccomp", f"no table of system calls for {machine}")
     if "seccomp" not in missing:
-        layer("seccomp", _install, _worker_filter(machine, reads_libraries=bool(readable) and ruleset is not None))
-        child_filter = _child_filter(machine)
-    if "seccomp" in missing:
-        child_filter = None
-    flags = QUIET if abi >= QUIET_FROM_ABI else 0
-    return Confinement(ruleset, flags, child_filter, limits="limits" not in missing)
+        filter_calls = _installer(_worker_filter(machine, reads_libraries=bool(readable) and ruleset is not None))
+        layer("seccomp", lambda: _check(filter_calls(), "seccomp"))
+    # A child gives way to the trainer and its loop, yet is never starved.
+    steps = [partial(os.setpgid, 0, 0), partial(os.setpriority, os.PRIO_PROCESS, 0, CHILD_NICE)]
+    if os.getpid() != 1:  # else it ends with the worker, the first process of its namespace, in any case
+        steps += [partial(_libc.prctl, PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), partial(_is_orphan, os.getpid())]
+    if "limits" not in missing:
+        steps.append(partial(resource.setrlimit, resource.RLIMIT_NPROC, (0, 0)))
+        steps.append(partial(resource.setrlimit, resource.RLIMIT_NOFILE, (CHILD_DESCRIPTORS, CHILD_DESCRIPTORS)))
+    if ruleset is not None:
+        flags = QUIET if abi >= QUIET_FROM_ABI else 0
+        steps.append(partial(_libc.syscall, SYS_LANDLOCK_RESTRICT, ruleset, flags, 0, 0, 0))
+    last_steps = [] if "seccomp" in missing else [_installer(_child_filter(machine))]
+    return Confinement(steps, last_steps, ruleset)
 
 
-def confine_child(confinement: Confinement) -> None:
-    """The layers that part a call from the worker and from its siblings; its filter follows as the last step."""
-    if confinement.limits:
-        resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
-        resource.setrlimit(resource.RLIMIT_NOFILE, (CHILD_DESCRIPTORS, CHILD_DESCRIPTORS))
-    if confinement.ruleset is not None:
-        flags = confinement.ruleset_flags
-        _check(_libc.syscall(SYS_LANDLOCK_RESTRICT, confinement.ruleset, flags, 0, 0, 0), "Landlock")
+def _is_orphan(worker: int) -> bool:
+    """Whether the worker died before its child could ask for a signal then: nobody would end this call."""
+    return os.getppid() != worker
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -462,17 +471,16 @@ def describe(error: BaseException, source: str) -> str:
     return "\n".join([*heading, *shown, _shorten(message, MESSAGE_CHARS)])
 
 
-def execute(request: bytes, namespace: dict) -> tuple[bytes, str]:
+def execute(shown: tuple[int, int], source: bytes, namespace: dict) -> tuple[bytes, str]:
     """Run the code as a notebook cell, which shows a last expression's value: (letter of the last record, its text).
 
-    `request` is the first and the last byte of that expression (0 0: there is none), a line break, and the source. So
-    the child needs no syntax tree, which would take as long to build as all the rest of a short call.
+    `shown`: where that expression is. So the child needs no syntax tree, which would take as long to build as all the
+    rest of a short call.
 
     Text is compiled, never bytes: those may name an encoding in a comment, and then be another program than the one
     that the host has checked.
     """
-    positions, _, source = request.partition(b"\n")
-    start, end = map(int, positions.split())
+    start, end = shown
     try:
         body = source[:start].rstrip(b" \t\n\\;") if end else source
         program = compile(body.decode(), SOURCE_NAME, "exec", dont_inherit=True)
@@ -495,20 +503,31 @@ def execute(request: bytes, namespace: dict) -> tuple[bytes, str]:
     return b"D", ""
 
 
-def run_call(call: int, namespace: dict) -> None:
-    """Read the request from `call`, run it, send the records. The process ends behind this."""
-    request = os.read(call, REQUEST_BYTES)
-    if not request:
+REQUEST = bytearray(REQUEST_BYTES)  # made once; a child fills pages of its own, so the worker's stays empty
+
+
+def run_call(call: socket.socket, namespace: dict, random_states: list) -> None:
+    """Read the request from `call`, run it, send the records. The process ends behind this.
+
+    A request is a line and the source. In the line are the first and the last byte of a last expression whose value is
+    to be shown (0 0: there is none), and whether the code may draw random numbers (0 or 1).
+    """
+    size = call.recv_into(REQUEST)
+    if not size:
         return  # the host has no use for this child any more
-    STDOUT.buffer.raw.call = STDERR.buffer.raw.call = call
+    STDOUT.buffer.raw.call = STDERR.buffer.raw.call = call.fileno()
     try:
-        letter, text = execute(request, namespace)
+        numbers, _, source = bytes(REQUEST[:size]).partition(b"\n")
+        start, end, draws = map(int, numbers.split())
+        if draws:
+            seed(random_states)
+        letter, text = execute((start, end), source, namespace)
     except MemoryError:
         letter, text = b"M", "MemoryError"
     except BaseException as error:  # the description itself failed, in an exception's own methods for example
         letter, text = b"E", type(error).__name__
     _flush()
-    os.write(call, letter + text.encode("utf-8", "backslashreplace")[: RECORD_BYTES - 1])
+    os.write(call.fileno(), letter + text.encode("utf-8", "backslashreplace")[: RECORD_BYTES - 1])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -536,8 +555,34 @@ def preload(settings: Settings) -> None:
     builtins.exit = builtins.quit = sys.exit
     if hasattr(sys, "set_int_max_str_digits"):
         sys.set_int_max_str_digits(0)  # number theory prints long integers; the clock bounds what that costs
-    execute(WARM_UP, {})
-    execute(b"0 4\nNone", {})
+    execute((0, 0), b"print(*(x for x in ()), end='')", {})
+    execute((0, 4), b"None", {})
+
+
+POOL_BYTES, POOL_HEADER_BYTES = 1 << 14, 48  # of CPython's allocator, which has pools for each size of small objects
+
+
+def fill_pools() -> list:
+    """Objects that fill up the half-used pools. What a child makes is then side by side in new ones, and not all over
+    memory: a tenth fewer pages to copy."""
+    filling = []
+    for size in range(16, 513, 16):
+        make = object if size == 16 else partial(complex, 1, 1) if size == 32 else partial(bytes, size - 33)
+        for _ in range(4 * POOL_BYTES // size):  # an end, should another allocator have no such pools
+            filling.append(make())
+            if id(filling[-1]) % POOL_BYTES == POOL_HEADER_BYTES:
+                break
+    return filling
+
+
+def leave_little_to_copy() -> list:
+    """For a fork, and for what is written after it. The result has to be kept."""
+    gc.collect()
+    filling = fill_pools()
+    gc.freeze()  # a collection in a child shall not write to every page it shares with the worker
+    if hasattr(_libc, "malloc_trim"):  # in other C libraries than glibc there is less to give back
+        _libc.malloc_trim(0)
+    return filling
 
 
 def random_states() -> list:
@@ -550,9 +595,8 @@ def seed(states: list) -> None:
     for state in states:
         random.Random.seed(state, int.from_bytes(os.urandom(32), "little"))
     if "numpy.random" in sys.modules:
-        sys.modules["numpy.random"].seed(
-            int.from_bytes(os.urandom(4), "little")
-        )  # without a number it takes a millisecond
+        numbers = struct.unpack("=8I", os.urandom(32))  # left to itself, numpy takes a millisecond to find some
+        sys.modules["numpy.random"].seed(numbers)
 
 
 def child_signals() -> int:
@@ -562,7 +606,15 @@ def child_signals() -> int:
     return _check(_libc.signalfd(-1, signals, SFD_NONBLOCK | SFD_CLOEXEC), "signalfd")
 
 
-WARM_UP = b"0 0\ndef f(x):\n    return x\nf(1) == 2 and f'{1}'\nprint('', end='')"
+def receive_calls(control: socket.socket) -> tuple[bytes, list[socket.socket]]:
+    """A request, empty at the end, and the calls that it is for."""
+    request, ancillary, _, _ = control.recvmsg(16, socket.CMSG_SPACE(MOST_FORKS * struct.calcsize("i")))
+    calls = []
+    for level, kind, data in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            numbers = struct.unpack(f"{len(data) // struct.calcsize('i')}i", data)
+            calls += [socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET, 0, number) for number in numbers]
+    return request, calls
 
 
 class Worker:
@@ -570,13 +622,11 @@ class Worker:
 
     def __init__(self, control: socket.socket):
         self.control = control
-        self.main_module = sys.modules["__main__"] = types.ModuleType(
-            "__main__"
-        )  # dataclasses and typing look names up there
-        self.states = random_states()
-        self.calls: dict[int, tuple[socket.socket, int]] = (
-            {}
-        )  # by descriptor: the worker's copy of it, the child's process id
+        # Where calls run: dataclasses and typing look names up there.
+        self.main_module = sys.modules["__main__"] = types.ModuleType("__main__")
+        self.random_states = random_states()
+        # By descriptor: the worker's copy of it, the child's process id.
+        self.calls: dict[int, tuple[socket.socket, int]] = {}
         self.descriptors: dict[int, int] = {}  # by process id
         signal.signal(signal.SIGALRM, _flush)
         signal.signal(signal.SIGUSR1, _time_is_up)
@@ -588,8 +638,8 @@ class Worker:
     def serve(self, confinement: Confinement) -> None:
         """Until the host closes the control socket or dies."""
         self.confinement = confinement
-        self.process = os.getpid()
-        self.last_own = max(self.epoll.fileno(), self.control.fileno(), self.ended, confinement.ruleset or 0)
+        own = self.epoll.fileno(), self.control.fileno(), self.ended, confinement.ruleset or 0
+        self.highest_own = max(own)
         while True:
             events = dict(self.epoll.poll())
             forks, ended = events.pop(self.control.fileno(), 0), events.pop(self.ended, 0)
@@ -599,47 +649,48 @@ class Worker:
                 os.read(self.ended, 4096)
                 self.reap()
             if forks:
-                request, descriptors, _, _ = socket.recv_fds(self.control, 16, 1)
+                request, calls = receive_calls(self.control)
                 if not request:
                     break
-                for descriptor in descriptors:
-                    self.fork(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET, 0, descriptor))
+                self.fork(calls)
         for descriptor in self.calls:
             self.signal(descriptor, signal.SIGKILL)
 
-    def fork(self, call: socket.socket) -> None:
-        try:
-            process = os.fork()
-        except OSError:  # no memory, or no room under a container's limit on processes
-            call.close()  # which resets the call: the host tries again
-            return
-        if process == 0:
+    def fork(self, calls: list[socket.socket]) -> None:
+        """A child for each call. All forks come first: after each, every page that the worker writes to is copied."""
+        highest = max([self.highest_own, *self.calls, *[call.fileno() for call in calls]])
+        processes = []
+        for call in calls:
             try:
-                self.become_child(call.fileno())
-                run_call(call.fileno(), self.main_module.__dict__)
-                os._exit(0)
-            finally:
-                os._exit(SETUP_FAILED)
-        self.calls[call.fileno()] = call, process
-        self.descriptors[process] = call.fileno()
-        self.epoll.register(call, select.EPOLLRDHUP)
+                process = os.fork()
+            except OSError:  # no memory, or no room under a container's limit on processes
+                process = None
+            if process == 0:
+                try:
+                    self.become_child(call.fileno(), highest)
+                    run_call(call, self.main_module.__dict__, self.random_states)
+                    os._exit(0)
+                finally:
+                    os._exit(SETUP_FAILED)
+            processes.append(process)
+        for call, process in zip(calls, processes, strict=True):
+            if process is None:
+                call.close()  # which resets the call: the host tries again
+                continue
+            self.calls[call.fileno()] = call, process
+            self.descriptors[process] = call.fileno()
+            self.epoll.register(call, select.EPOLLRDHUP)
 
-    def become_child(self, call: int) -> None:
-        """Every page that this touches is copied for the child, so it is short."""
-        os.setpgid(0, 0)
-        os.setpriority(os.PRIO_PROCESS, 0, 19)  # gives way to the event loop and the trainer, yet is never starved
-        _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != self.process:
-            os._exit(SETUP_FAILED)  # the worker died before that, and nobody would end this call
-        seed(self.states)
-        confine_child(self.confinement)
-        highest = max(call, self.last_own, *self.calls)
+    def become_child(self, call: int, highest: int) -> None:
+        """Every page that this writes to is copied for the child, so it is short."""
+        for step in self.confinement.steps:
+            if step():
+                os._exit(SETUP_FAILED)
         os.closerange(0, call)
         os.closerange(call + 1, highest + 1)
-        if self.confinement.child_filter is not None:
-            _install(self.confinement.child_filter)
-        if not select.select([call], [], [], IDLE_SECONDS)[0]:
-            execute(WARM_UP, {})  # nobody is waiting: have the pages copied that a call will write to
+        for step in self.confinement.last_steps:
+            if step():
+                os._exit(SETUP_FAILED)
 
     def host_moved(self, descriptor: int, event: int) -> None:
         """The host closed a call (or died), or has shut its sending side to say that the time is up."""
@@ -700,7 +751,7 @@ class Worker:
 
 def main() -> None:
     control = socket.socket(fileno=int(sys.argv.pop()))
-    settings = Settings(**json.loads(control.recv(REQUEST_BYTES)))
+    settings = Settings(**marshal.loads(control.recv(REQUEST_BYTES)))
     try:
         missing = {name: "switched off" for name in settings.disabled}
         if "namespaces" not in missing:
@@ -711,15 +762,10 @@ def main() -> None:
         preload(settings)
         worker = Worker(control)
         confinement = confine(settings, missing)
+        worker.filling = leave_little_to_copy()
     except BaseException:
-        control.send(json.dumps({"failure": traceback.format_exc()[-4000:]}).encode())
+        control.send(repr({"failure": traceback.format_exc()[-4000:]}).encode("utf-8", "backslashreplace"))
         raise
-    control.send(json.dumps({"missing": missing}).encode())
-    gc.collect()
-    gc.freeze()  # a collection in a child shall not write to every page it shares with the worker
+    control.send(repr({"missing": missing}).encode("utf-8", "backslashreplace"))
     worker.serve(confinement)
     os._exit(0)
-
-
-if __name__ == "__main__":
-    main()

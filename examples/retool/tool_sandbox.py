@@ -19,13 +19,19 @@ here. The host waits for no process while a loop runs: a call is one socket, and
 
 Why this way. A fork from a warm worker costs about a millisecond where an interpreter costs ten to forty; children
 forked ahead of their calls take even that out of the latency, and get their source from the host alone, so that no
-buffer of the worker can keep it. Landlock and seccomp are some hundred lines over prctl and syscall, since what they
-need is then built once and only installed in each child. The packages for them build it where it is installed:
-measured in forked children on one machine, pyseccomp 1.6 ms against 0.3, landlock 1.8 ms against 0.1; and pyseccomp
-needs the library libseccomp. The package sandlock runs a command for each call, 24 ms where the bare interpreter took
-15. All layers together cost a tenth of a call; most of it is the fork and the pages that the child writes to.
+buffer of the worker can keep it. Most of a fork, and of a child's life, is the kernel's: it copies page tables, then
+each page that is written to, and takes it all down again. So the worker has loaded little and forks several children in
+a row. Sources are compiled in the child, where it costs a tenth of a call, and not in the host: a line of nested
+comprehensions crashes the compiler of Python 3.12, and twenty of nested `finally` keep any for seconds.
+
+Landlock and seccomp are some hundred lines over prctl and syscall, since what they need is then built once and only
+installed in each child. The packages for them build it where it is installed: measured in forked children on one
+machine, pyseccomp 1.6 ms against 0.3, landlock 1.8 ms against 0.1; and pyseccomp needs the library libseccomp. The
+package sandlock runs a command for each call, 24 ms where the bare interpreter took 15. All layers together cost a
+tenth of a call.
 """
 
+import ast
 import asyncio
 import atexit
 import concurrent.futures
@@ -36,6 +42,7 @@ import functools
 import importlib.util
 import json
 import logging
+import marshal
 import os
 import re
 import signal
@@ -178,6 +185,7 @@ SEMAPHORE = _ProcessSemaphore(TOOL_CONFIGS["tool_concurrency"])
 
 WORKER_ENVIRONMENT = {
     "LC_ALL": "C.UTF-8",
+    "LD_BIND_NOW": "1",  # else each child looks up anew what C functions it calls
     # A pool of threads reserves address space per core, and a call may not start threads.
     **{f"{library}_NUM_THREADS": "1" for library in ("OPENBLAS", "OMP", "MKL", "NUMEXPR", "VECLIB_MAXIMUM")},
 }
@@ -198,7 +206,8 @@ def _start_python(*arguments: str, **options) -> subprocess.Popen:
 # ---------------------------------------------------------------------------------------------------------------------
 # Review of sources: short ones here, long ones in a process of its own, since the parser holds the interpreter
 
-LONG_CODE_CHARS = 1000  # about a millisecond
+LONG_CODE_CHARS = 1000  # about half a millisecond
+ENDED_BY_SOURCE = {-signal.SIGSEGV, -signal.SIGABRT, -signal.SIGBUS}
 
 
 class _Reviewer:
@@ -209,9 +218,11 @@ class _Reviewer:
         self._process: subprocess.Popen | None = None
 
     def review(self, code: str, allowed: frozenset[str]) -> sandbox_policy.Review:
-        """SandboxError: it cannot be started. If the source crashes it, the source is refused."""
+        """SandboxError: the process failed. If the source crashes it, the source is refused."""
         request = json.dumps({"code": code, "allowed": sorted(allowed)}).encode() + b"\n"
         with self._lock:
+            if self._process is not None and self._process.poll() is not None:  # died since its last source
+                self._close()
             if self._process is None:
                 self._process = _start_python(sandbox_policy.__file__, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
             try:
@@ -220,8 +231,11 @@ class _Reviewer:
                 answer = self._process.stdout.readline()
             except OSError:
                 answer = b""
-            if not answer:
+            if not answer.endswith(b"\n"):
+                status = self._process.wait()
                 self._close()
+                if status not in ENDED_BY_SOURCE:
+                    raise SandboxError(f"the process that reviews sources ended with exit status {status}")
                 problem = "Python's parser crashed on the code. Write it in a simpler way."
                 return sandbox_policy.Review(refusal=problem, unreadable=problem)
         refusal, unreadable, shown, imports = json.loads(answer)
@@ -241,8 +255,10 @@ class _Reviewer:
         """In a forked child of the host: the process is the parent's."""
         if self._process is not None:
             self._process.returncode = 0  # not ours to wait for
-            self._process.stdin.close()
-            self._process.stdout.close()
+            for pipe in (self._process.stdin, self._process.stdout):
+                # Not closed: a thread that is gone here may hold the file's own lock for ever.
+                with open(os.devnull, "r+b") as nothing:
+                    os.dup2(nothing.fileno(), pipe.fileno(), inheritable=False)
         self.__init__()
 
 
@@ -260,54 +276,81 @@ def _review(code: str, allowed: frozenset[str]) -> sandbox_policy.Review:
 # Workers: started when first needed, shared by all loops and threads, replaced when in doubt
 
 WORKER_FILE = Path(__file__).with_name("sandbox_worker.py")
+# Imported and not run as a script: modules are kept compiled, and each fork copies what a compiler leaves behind.
+WORKER_START = (
+    "import sys; sys.path[:0] = sys.argv[1:2]; worker = __import__(sys.argv[2]); del sys.path[0]; worker.main()"
+)
 START_SECONDS = 60.0
-MOST_WORKERS = 4  # each set of libraries that calls import together has its own; the longest unused one goes
-SPARE_CHILDREN = 4  # forked ahead, so that a call does not wait for its fork
+MOST_WORKERS = 5  # two for plain calls, one for each set of libraries imported together; the longest unused one goes
+SPARE_CHILDREN = 16  # forked ahead, so that a call does not wait for its fork
+FORKS_AT_ONCE = 8  # in a row, since the worker has some ninety pages copied on its way to the next request
+# What most calls import. With all of the default set loaded a call is slower by a fifteenth, so calls that need more
+# than this have another worker.
+COMMON_MODULES = frozenset(
+    "__future__ abc bisect cmath collections contextlib copy decimal enum fractions functools heapq itertools math"
+    " numbers operator random re statistics string time".split()
+)
+ALL_MODULES = sandbox_policy.DEFAULT_MODULES | {sandbox_policy.DATE_PARSER}
 FIRST_PRIVATE_USER = 1_900_000_000  # above the ranges that distributions and container engines hand out
 
 
 class _NotStarted(Exception):
-    """The call's source was never read, so it can be sent again; the text says why."""
+    """The call's request was never read, so it can be sent again; the text says why."""
 
 
 class _WorkerKey(NamedTuple):
     """Calls with the same needs share a worker."""
 
+    all_modules: bool  # or only COMMON_MODULES
     libraries: tuple[str, ...]
     memory_bytes: int
     disabled: tuple[str, ...]
 
 
 class _Worker:
-    """A running worker. Safe in all threads: each operation is one system call or one operation on a deque."""
+    """A running worker. Safe in all threads: they share a deque, whose operations are atomic, and a socket that takes
+    whole records. Several at once in `fork_ahead` may fork some children more than SPARE_CHILDREN."""
 
     def __init__(self, process: subprocess.Popen, control: socket.socket):
         self.process, self.control = process, control
         self.spare: deque[socket.socket] = deque()
 
-    def _new_call(self) -> socket.socket:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    def _fork(self, count: int) -> list[socket.socket]:
+        """The host's ends of so many calls, or of fewer where descriptors run out; OSError: of none."""
+        ours, theirs = [], []
         try:
-            ours.setblocking(False)
-            socket.send_fds(self.control, [b"F"], [theirs.fileno()])
+            for _ in range(count):
+                try:
+                    pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                except OSError:
+                    if not ours:
+                        raise
+                    break
+                ours.append(pair[0])
+                theirs.append(pair[1])
+                pair[0].setblocking(False)
+            socket.send_fds(self.control, [b"F"], [end.fileno() for end in theirs])
         except BaseException:
-            ours.close()
+            for end in ours:
+                end.close()
             raise
         finally:
-            theirs.close()
+            for end in theirs:
+                end.close()
         return ours
 
     def take(self) -> socket.socket:
         """A call's socket. OSError: the worker is gone, or (EAGAIN and the like) has too much to do."""
-        try:
-            return self.spare.popleft()
-        except IndexError:
-            return self._new_call()
+        while True:
+            try:
+                return self.spare.popleft()
+            except IndexError:
+                self.spare.extend(self._fork(FORKS_AT_ONCE))
 
     def fork_ahead(self) -> None:
         try:
-            while len(self.spare) < SPARE_CHILDREN:
-                self.spare.append(self._new_call())
+            while len(self.spare) <= SPARE_CHILDREN - FORKS_AT_ONCE:
+                self.spare.extend(self._fork(FORKS_AT_ONCE))
         except OSError:
             pass  # busy, or gone: the next call finds out which
 
@@ -320,7 +363,8 @@ class _Worker:
             return True
 
     def close(self) -> None:
-        """End the worker; its calls end with it. A spare socket is closed by whoever takes it, here as in a call."""
+        """End the worker; its calls end with it. A spare socket is closed by whoever takes it, here as in a call, or
+        with this object, if another thread forks meanwhile."""
         self.control.close()
         with contextlib.suppress(IndexError):
             while True:
@@ -334,7 +378,8 @@ def _start_worker(key: _WorkerKey) -> _Worker:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         descriptor = theirs.fileno()
-        process = _start_python(os.fspath(WORKER_FILE), str(descriptor), pass_fds=[descriptor])
+        arguments = "-c", WORKER_START, os.fspath(WORKER_FILE.parent), WORKER_FILE.stem, str(descriptor)
+        process = _start_python(*arguments, pass_fds=[descriptor])
     except SandboxError:
         ours.close()
         raise
@@ -343,7 +388,7 @@ def _start_worker(key: _WorkerKey) -> _Worker:
     worker = _Worker(process, ours)
     try:
         settings = {
-            "modules": sorted(sandbox_policy.DEFAULT_MODULES),
+            "modules": sorted(ALL_MODULES if key.all_modules else COMMON_MODULES),
             "libraries": key.libraries,
             **_library_paths(key.libraries)._asdict(),
             "memory_bytes": key.memory_bytes,
@@ -351,7 +396,7 @@ def _start_worker(key: _WorkerKey) -> _Worker:
             "disabled": key.disabled,
         }
         ours.settimeout(START_SECONDS)
-        ours.send(json.dumps(settings).encode())
+        ours.send(marshal.dumps(settings))
         _report_layers(_missing_layers(ours.recv(1 << 16)))
         ours.setblocking(False)
         worker.fork_ahead()
@@ -366,11 +411,11 @@ def _start_worker(key: _WorkerKey) -> _Worker:
 def _missing_layers(report: bytes) -> dict[str, str]:
     """Layers and reasons, from the record that a worker starts with. SandboxError: it failed, or makes no sense."""
     try:
-        fields = json.loads(report) if report else {"failure": "it ended without a word"}
+        fields = ast.literal_eval(report.decode()) if report else {"failure": "it ended without a word"}
         failure = fields.get("failure")
         if failure is None:
             return {name: str(reason) for name, reason in fields["missing"].items()}
-    except (ValueError, KeyError, AttributeError, RecursionError):
+    except (ValueError, SyntaxError, TypeError, KeyError, AttributeError, RecursionError, MemoryError):
         failure = f"it said {report[:200]!r}"
     raise SandboxError(f"the sandbox worker failed to start: {failure}")
 
@@ -594,9 +639,12 @@ async def _connect(worker: _Worker, request: bytes) -> socket.socket:
                 raise
             return connection
         except OSError as error:
-            if errno.errorcode.get(error.errno) not in BUSY_ERRORS or loop.time() > deadline:
+            its_child_died = isinstance(error, (BrokenPipeError, ConnectionResetError)) and not worker.is_dead()
+            busy = errno.errorcode.get(error.errno) in BUSY_ERRORS
+            if not (busy or its_child_died) or loop.time() > deadline:
                 raise _NotStarted(str(error)) from error
-        await asyncio.sleep(BUSY_SECONDS)
+            if busy:
+                await asyncio.sleep(BUSY_SECONDS)
 
 
 async def _converse(connection: socket.socket, reply: _Reply, timeout: float) -> None:
@@ -782,25 +830,29 @@ class PythonSandbox:
         code = code.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")  # as Python itself reads it
         if len(code) > LONG_CODE_CHARS:
             await asyncio.to_thread(self._review, code)  # what follows finds it done
+        most = TOOL_CONFIGS["max_output_chars"]
         safe, message = self._check_code_safety(code)
         if not safe:
-            return ToolOutput(f"Error: not allowed: {message}", "refused")
+            return ToolOutput(shorten(f"Error: not allowed: {message}", most), "refused")
         review = self._review(code)
         if review.unreadable:  # ends here and is never run: what the host cannot read it cannot have checked
             return ToolOutput(f"Error: {review.unreadable}", "error")
-        key = _WorkerKey(self._libraries(review), self.memory_bytes, _disabled_layers())
-        most = TOOL_CONFIGS["max_output_chars"]
-        request = b"%d %d\n%b" % (*review.shown, code.encode())
+        libraries = self._libraries(review.imports)
+        packages = {module.split(".")[0] for module in review.imports}
+        key = _WorkerKey(
+            bool(libraries) or not packages <= COMMON_MODULES, libraries, self.memory_bytes, _disabled_layers()
+        )
+        draws = bool(libraries) or not packages.isdisjoint(sandbox_policy.RANDOM_MODULES)
+        request = b"%d %d %d\n%b" % (*review.shown, draws, code.encode())
         reply = await _run(key, request, self.timeout, keep=4 * most)
         return _observation(reply, self.timeout, self.memory_bytes, most)
 
-    def _libraries(self, review: sandbox_policy.Review) -> tuple[str, ...]:
-        """What the code imports beyond what every worker has."""
+    def _libraries(self, imports: tuple[str, ...]) -> tuple[str, ...]:
+        """What the code imports beyond what a plain worker has."""
         extra = self.allowed_modules - sandbox_policy.DEFAULT_MODULES
         if not extra:
             return ()
-        imported = {module.split(".")[0] for module in review.imports if sandbox_policy.is_allowed(module, extra)}
-        return tuple(sorted(imported))
+        return tuple(sorted({name.split(".")[0] for name in imports if sandbox_policy.is_allowed(name, extra)}))
 
 
 ToolHandler = Callable[[dict], Awaitable[str]]
