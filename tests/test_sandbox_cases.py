@@ -311,10 +311,10 @@ def test_what_is_too_much_for_the_compiler_ends_its_own_call_and_does_not_hold_t
 
 @pytest.mark.skipif(sys.version_info < (3, 12), reason="type parameters came with Python 3.12")
 @pytest.mark.parametrize(
-    "code", ["class A[T]: pass", "def f[T](x: T) -> T | None: pass", "type A[T] = T | None\nA.__value__"]
+    "code", ["class A[T]: pass", "def f[T](x: T) -> T | None: pass", "type A[T] = T | None\nprint(A)"]
 )
 def test_python_finds_what_it_imports_for_type_parameters(code):
-    assert run(code.replace("\nA.__value__", "\nprint(A)")).outcome == "ok"
+    assert run(code).outcome == "ok"
 
 
 def test_code_beyond_the_policy_still_finds_every_module_that_it_imports(monkeypatch):
@@ -564,9 +564,9 @@ def test_policy_can_be_replaced_and_is_looked_up_when_called(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "code, outcome",
+    "code, outcomes",
     [
-        ("x = 1\0", "error"),
+        ("x = 1\0", "error refused"),  # Python 3.12 made a SyntaxError of it
         ("x = '\ud800'", "refused"),
         ("(" * 5000 + ")" * 5000, "error"),
         ("x = " + "-" * 50_000 + "1", "refused"),
@@ -584,14 +584,12 @@ def test_policy_can_be_replaced_and_is_looked_up_when_called(monkeypatch):
         ("from math import _" + "a" * 50_000, "refused"),
         ("x.__" + "a" * 50_000 + "__", "refused"),
         ("𝐓𝐫𝐮𝐞 = 1", "ok"),  # a name, as Python reads it
-        ("x = 1\nf'{x:\\N{NOSUCH}}'", ("error", "refused")),
+        ("x = 1\nf'{x:\\N{NOSUCH}}'", "error refused"),  # one or the other, by the version of Python
     ],
 )
-def test_what_the_parser_cannot_take_is_an_observation(code, outcome):
+def test_what_the_parser_cannot_take_is_an_observation(code, outcomes):
     result = run(code)
-    if code.endswith("\0"):  # Python 3.12 made a SyntaxError of it
-        outcome = ("error", "refused")
-    assert result.outcome in outcome
+    assert result.outcome in outcomes.split()
     assert ("null" in result) == ("\0" in code)
     assert len(result) <= tool_sandbox.TOOL_CONFIGS["max_output_chars"]
 

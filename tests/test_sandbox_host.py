@@ -491,8 +491,6 @@ def test_a_worker_that_cannot_start_is_an_error_each_time_and_recovers(monkeypat
 
 FRAGILE_REVIEWER = """
 import os, signal, sys, time
-sys.path.insert(0, {example!r})
-import sandbox_policy
 for line in sys.stdin.buffer:
     if b"STOP" in line: sys.exit(3)
     if b"CRASH" in line: os.kill(os.getpid(), signal.SIGSEGV)
@@ -511,7 +509,7 @@ LONG = "# " + "x" * 2000 + "\nprint(1)"
 @pytest.fixture
 def fragile_reviewer(monkeypatch, tmp_path):
     script = tmp_path / "reviewer.py"
-    script.write_text(FRAGILE_REVIEWER.format(example=str(EXAMPLE)))
+    script.write_text(FRAGILE_REVIEWER)
     monkeypatch.setattr(tool_sandbox.sandbox_policy, "__file__", str(script))
 
 

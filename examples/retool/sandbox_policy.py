@@ -75,7 +75,7 @@ _SUSPICIOUS_TEXT = re.compile("__|" + "|".join(sorted(FORBIDDEN_ATTRIBUTES)))
 _CHILD_FIELDS: dict[type, tuple[str, ...]] = {}  # by class of node: fields that hold nodes, last first
 
 
-# What the compiler finds odd in a model's code is no news for the host's log.
+# What the parser finds odd in a model's code is no news for the host's log.
 warnings.filterwarnings("ignore", module=re.escape(SOURCE_NAME))
 
 
@@ -395,8 +395,9 @@ class _PolicyCheck:
                     tree = ast.parse(node.value[:MAX_ANNOTATION_CHARS], SOURCE_NAME)
                 except (SyntaxError, ValueError, RecursionError, MemoryError):
                     continue  # nor can anyone else evaluate it
-                if any(isinstance(part, (ast.Call, ast.Attribute)) for part in _walk(tree)):
-                    _PolicyCheck(self.allowed).run(list(_walk(tree)))
+                parts = list(_walk(tree))
+                if any(isinstance(part, (ast.Call, ast.Attribute)) for part in parts):
+                    _PolicyCheck(self.allowed).run(parts)
 
     def check_argument(self, node: ast.arg) -> None:
         self.check_annotation(node.annotation)

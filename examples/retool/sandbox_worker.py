@@ -503,21 +503,18 @@ def execute(shown: tuple[int, int], source: bytes, namespace: dict) -> tuple[byt
     return b"D", ""
 
 
-REQUEST = bytearray(REQUEST_BYTES)  # made once; a child fills pages of its own, so the worker's stays empty
-
-
 def run_call(call: socket.socket, namespace: dict, random_states: list) -> None:
     """Read the request from `call`, run it, send the records. The process ends behind this.
 
     A request is a line and the source. In the line are the first and the last byte of a last expression whose value is
     to be shown (0 0: there is none), and whether the code may draw random numbers (0 or 1).
     """
-    size = call.recv_into(REQUEST)
-    if not size:
+    request = call.recv(REQUEST_BYTES)
+    if not request:
         return  # the host has no use for this child any more
     STDOUT.buffer.raw.call = STDERR.buffer.raw.call = call.fileno()
     try:
-        numbers, _, source = bytes(REQUEST[:size]).partition(b"\n")
+        numbers, _, source = request.partition(b"\n")
         start, end, draws = map(int, numbers.split())
         if draws:
             seed(random_states)
