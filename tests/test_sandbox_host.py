@@ -599,6 +599,82 @@ def test_a_forked_host_starts_workers_of_its_own():
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Hosts that start under limits and settings of their own
+
+SIXTEEN_CALLS = """
+    import asyncio
+    from tool_sandbox import PythonSandbox
+    async def main():
+        sandbox = PythonSandbox(20, "256MB")
+        print(*await asyncio.gather(*[sandbox.execute_code(f"print({n})") for n in range(16)]))
+    asyncio.run(main())
+"""
+SIXTEEN_OUTPUTS = " ".join(f"Output:\n{n}" for n in range(16)).split()
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "os.nice(6)",
+        "os.nice(15)",  # Ray's workers
+        "os.nice(19)",
+        # Whoever lacks CAP_SYS_RESOURCE, as root in most containers does, cannot raise a hard limit.
+        "import ctypes; ctypes.CDLL(None).prctl(24, 24, 0, 0, 0); resource.setrlimit(resource.RLIMIT_AS, (2**30,) * 2)",
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (14, 14))",
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (24, 24))",
+        "for name in ('CORE', 'FSIZE', 'MEMLOCK', 'MSGQUEUE'): resource.setrlimit(getattr(resource, f'RLIMIT_{name}'), (0, 0))",
+        "signal.signal(signal.SIGCHLD, signal.SIG_IGN)",
+        "signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD, signal.SIGALRM, signal.SIGUSR1, signal.SIGTERM})",
+        "[signal.signal(number, signal.SIG_IGN) for number in (signal.SIGUSR1, signal.SIGALRM, signal.SIGPIPE)]",
+        "os.umask(0o777)",
+        "os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})",
+    ],
+)
+def test_calls_work_whatever_limits_the_host_was_started_under(host):
+    done = run_host(f"import os, resource, signal\n{host}\n{textwrap.dedent(SIXTEEN_CALLS)}")
+    assert done.stdout.split() == SIXTEEN_OUTPUTS, done.stderr
+
+
+def test_a_call_is_told_of_its_time_and_its_end_in_a_host_that_ignores_and_blocks_signals():
+    done = run_host(
+        """
+        import asyncio, signal
+        from tool_sandbox import PythonSandbox
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_BLOCK, set(signal.Signals) - {signal.SIGKILL, signal.SIGSTOP})
+        sandbox = PythonSandbox(1, "256MB")
+        sandbox._check_code_safety = lambda code: (True, "")
+        for code in ("print('early', end='')\\nwhile True: pass", "import os\\nos._exit(3)"):
+            result = asyncio.run(sandbox.execute_code(code))
+            print(result.outcome, "early" in result, "exit status 3" in result)
+        """
+    )
+    assert done.stdout.splitlines() == ["timeout True False", "crashed False True"], done.stderr
+
+
+@pytest.mark.parametrize("when", ["the source is there", "the child waits"])
+def test_a_child_that_cannot_confine_itself_names_the_step_and_the_error(monkeypatch, tmp_path, when):
+    """No library limits calls like this one: the worker's own file is changed so that one step fails."""
+    source = Path(tool_sandbox.WORKER_FILE).read_text()
+    step = '("setpgid", partial(os.setpgid, 0, 0))'
+    assert source.count(step) == 1
+    broken = tmp_path / "broken_worker.py"
+    broken.write_text(source.replace(step, '("setpgid", partial(os.setpgid, 0, 1 << 22))'))
+    monkeypatch.setattr(tool_sandbox, "WORKER_FILE", broken)
+    if when == "the child waits":
+        take = tool_sandbox._Worker.take
+
+        def late(worker):
+            connection = take(worker)
+            time.sleep(0.3)  # its child has ended by now
+            return connection
+
+        monkeypatch.setattr(tool_sandbox._Worker, "take", late)
+    with pytest.raises(SandboxError, match=r"could not start the call: setpgid: .*(not permitted|No such process)"):
+        asyncio.run(PythonSandbox(20, "1GB").execute_code("print(1)"))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Limits and layers
 
 

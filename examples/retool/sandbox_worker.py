@@ -9,6 +9,7 @@ the descriptor of the worker's end of the control socket.
          -- call (SEQPACKET, the descriptor) -> child    one record: three numbers (`run_call`), the source
          <- call ------------------------------ child    records: a letter, then bytes (below)
          <- call ------------------------------ worker   b"X" + exit status, after the child was reaped
+         <- call ------------------------------ child    b"S" + text, where it could not confine itself
     host shuts its sending side of the call --> worker   the time is up: the child is told to flush its output
     host closes the call ---------------------> worker   the child's process group is killed
     host closes control, or dies -------------> worker   everything is killed, the worker ends
@@ -68,7 +69,7 @@ MOST_FORKS = 64  # that the host may ask for at once; more would be closed unrea
 SETUP_FAILED = 70  # exit status of a child that could not confine itself; its source stays unread
 CHATTY_RECORDS = 64  # records after which output is flushed by a timer and no longer at each line
 FLUSH_SECONDS = 0.05
-CHILD_NICE = 5  # with 19, children pile up half done while others start: a tenth fewer calls a second
+CHILD_NICE = 5  # at least; with 19, children pile up half done while others start: a tenth fewer calls a second
 CHILD_DESCRIPTORS = 16  # numbers that a child may use; those of open descriptors may be higher
 TRACEBACK_CALLS = 8
 MESSAGE_CHARS = 2000
@@ -324,11 +325,17 @@ def drop_capabilities() -> None:
     _check(_libc.capset(header, none), "capset")
 
 
+def at_most(name: int, value: int) -> int:
+    """`value`, or the hard limit that this process was started under: a limit can be lowered, never raised."""
+    hard = resource.getrlimit(name)[1]
+    return value if hard == resource.RLIM_INFINITY else min(value, hard)
+
+
 def limit_resources(memory_bytes: int) -> None:
     """What children inherit. The address space counts from what the worker itself has mapped."""
     with open("/proc/self/statm", "rb") as statm:
         mapped = int(statm.read().split()[0]) * resource.getpagesize()
-    limit = mapped + memory_bytes
+    limit = at_most(resource.RLIMIT_AS, mapped + memory_bytes)
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     for name in ("CORE", "FSIZE", "MEMLOCK", "MSGQUEUE"):
         resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (0, 0))
@@ -343,7 +350,8 @@ def give_way() -> None:
 
 
 # What a child calls: `steps` and, when its descriptors are closed (Landlock's ruleset is one), `last_steps`. They are
-# bound to their arguments once, as what a child looks up is pages to copy. Each returns nothing or 0, else all is off.
+# pairs of a name and a call, bound to its arguments once, as what a child looks up is pages to copy. A call that
+# raises, or returns something else than nothing or 0, ends the child, which says the name.
 Confinement = namedtuple("Confinement", ("steps", "last_steps", "ruleset"))
 
 
@@ -360,6 +368,7 @@ def confine(settings: Settings, missing: dict[str, str]) -> Confinement:
             return None
 
     layer("no_new_privs", _prctl, PR_SET_NO_NEW_PRIVS, 1)
+    niceness = os.getpriority(os.PRIO_PROCESS, 0)  # no call of the filter's, so not later
     if "no_new_privs" in missing:  # they need it
         missing.update(dict.fromkeys({"landlock", "seccomp"} - missing.keys(), "no_new_privs is missing"))
     give_way()
@@ -379,18 +388,37 @@ def confine(settings: Settings, missing: dict[str, str]) -> Confinement:
     if "seccomp" not in missing:
         filter_calls = _installer(_worker_filter(machine, reads_libraries=bool(readable) and ruleset is not None))
         layer("seccomp", lambda: _check(filter_calls(), "seccomp"))
-    # A child gives way to the trainer and its loop, yet is never starved.
-    steps = [partial(os.setpgid, 0, 0), partial(os.setpriority, os.PRIO_PROCESS, 0, CHILD_NICE)]
+    steps = [("setpgid", partial(os.setpgid, 0, 0))]
+    # A child gives way to the trainer and its loop, yet is never starved. Ray's workers are nicer than this already,
+    # and nobody but root may take niceness back.
+    if niceness < CHILD_NICE:
+        steps.append(("setpriority", partial(os.setpriority, os.PRIO_PROCESS, 0, CHILD_NICE)))
     if os.getpid() != 1:  # else it ends with the worker, the first process of its namespace, in any case
-        steps += [partial(_libc.prctl, PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), partial(_is_orphan, os.getpid())]
+        steps.append(("PDEATHSIG", partial(_libc.prctl, PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)))
+        steps.append(("getppid", partial(_is_orphan, os.getpid())))
     if "limits" not in missing:
-        steps.append(partial(resource.setrlimit, resource.RLIMIT_NPROC, (0, 0)))
-        steps.append(partial(resource.setrlimit, resource.RLIMIT_NOFILE, (CHILD_DESCRIPTORS, CHILD_DESCRIPTORS)))
+        descriptors = at_most(resource.RLIMIT_NOFILE, CHILD_DESCRIPTORS)
+        for name, most in (("NPROC", 0), ("NOFILE", descriptors)):
+            limit = getattr(resource, f"RLIMIT_{name}")
+            steps.append((f"RLIMIT_{name}", partial(resource.setrlimit, limit, (most, most))))
     if ruleset is not None:
         flags = QUIET if abi >= QUIET_FROM_ABI else 0
-        steps.append(partial(_libc.syscall, SYS_LANDLOCK_RESTRICT, ruleset, flags, 0, 0, 0))
-    last_steps = [] if "seccomp" in missing else [_installer(_child_filter(machine))]
+        steps.append(("landlock", partial(_libc.syscall, SYS_LANDLOCK_RESTRICT, ruleset, flags, 0, 0, 0)))
+    last_steps = [] if "seccomp" in missing else [("seccomp", _installer(_child_filter(machine)))]
     return Confinement(steps, last_steps, ruleset)
+
+
+def _take(steps: list[tuple], call: int) -> None:
+    """Every step, or the end of this child, with a record that names the step and its error."""
+    for name, step in steps:
+        try:
+            if not step():
+                continue
+            reason = os.strerror(ctypes.get_errno())
+        except (OSError, ValueError) as error:
+            reason = str(error)
+        os.write(call, f"S{name}: {reason}".encode())
+        os._exit(SETUP_FAILED)
 
 
 def _is_orphan(worker: int) -> bool:
@@ -597,8 +625,12 @@ def seed(states: list) -> None:
 
 
 def child_signals() -> int:
-    """A descriptor that becomes readable when a child ends; a Python handler would have to be undone in each child."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
+    """A descriptor that becomes readable when a child ends; a Python handler would have to be undone in each child.
+
+    What the host ignores or blocks is inherited: children of a host that ignores SIGCHLD would leave no exit status,
+    and those of one that blocks SIGALRM or SIGUSR1 would never flush."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, {signal.SIGCHLD})
     signals = struct.pack("=Q", 1 << (signal.SIGCHLD - 1)).ljust(128, b"\0")
     return _check(_libc.signalfd(-1, signals, SFD_NONBLOCK | SFD_CLOEXEC), "signalfd")
 
@@ -680,14 +712,10 @@ class Worker:
 
     def become_child(self, call: int, highest: int) -> None:
         """Every page that this writes to is copied for the child, so it is short."""
-        for step in self.confinement.steps:
-            if step():
-                os._exit(SETUP_FAILED)
+        _take(self.confinement.steps, call)
         os.closerange(0, call)
         os.closerange(call + 1, highest + 1)
-        for step in self.confinement.last_steps:
-            if step():
-                os._exit(SETUP_FAILED)
+        _take(self.confinement.last_steps, call)
 
     def host_moved(self, descriptor: int, event: int) -> None:
         """The host closed a call (or died), or has shut its sending side to say that the time is up."""

@@ -602,6 +602,7 @@ class _Reply:
         self.final: tuple[str, str] | None = None  # letter and text of the last record
         self.exit_status: int | None = None  # from the worker; negative: the signal
         self.ended = ""  # "timeout" or "too_long", where the host ended it
+        self.setup_failure = ""  # of a child that could not confine itself; believed only if the source stayed unread
 
     def is_complete(self) -> bool:
         return bool(self.ended or self.final or self.exit_status is not None)
@@ -614,6 +615,8 @@ class _Reply:
         elif letter in (b"D", b"E", b"M"):
             self.final = letter.decode(), data.decode("utf-8", "replace")
             return True
+        elif letter == b"S":
+            self.setup_failure = data.decode("utf-8", "replace")
         elif letter == b"X":
             self.exit_status = int(data) if re.fullmatch(rb"-?\d{1,3}", data) else 0
             return True
@@ -625,6 +628,16 @@ class _Reply:
         return False
 
 
+def _setup_failure(connection: socket.socket) -> str:
+    """What a child said that could not confine itself and ended with its source unread; "" of any other child."""
+    reply = _Reply(keep=0)
+    for _ in range(2):  # a reset is told once, then what came before it can be read
+        with contextlib.suppress(OSError):
+            while record := connection.recv(RECORD_BYTES):
+                reply.add(record)
+    return reply.setup_failure
+
+
 async def _connect(worker: _Worker, request: bytes) -> socket.socket:
     """A call's socket with the request on it; `_NotStarted` where the worker does not take it."""
     loop = asyncio.get_running_loop()
@@ -634,10 +647,13 @@ async def _connect(worker: _Worker, request: bytes) -> socket.socket:
             connection = worker.take()
             try:
                 connection.send(request)
+                return connection
             except BaseException:
+                reason = _setup_failure(connection)
                 connection.close()
+                if reason:  # it could not confine itself, and no other child of this worker could
+                    raise _NotStarted(reason) from None
                 raise
-            return connection
         except OSError as error:
             its_child_died = isinstance(error, (BrokenPipeError, ConnectionResetError)) and not worker.is_dead()
             busy = errno.errorcode.get(error.errno) in BUSY_ERRORS
@@ -683,7 +699,8 @@ async def _converse(connection: socket.socket, reply: _Reply, timeout: float) ->
     try:
         error = await finished
         if error:
-            raise _NotStarted(str(error))  # a reset: the source was in the socket when its other end was closed
+            # A reset: the source was in the socket when its other end was closed.
+            raise _NotStarted(reply.setup_failure or _setup_failure(connection) or str(error))
         if reply.ended == "timeout" and _is_unread(connection):
             raise _NotStarted("the worker does not respond")
     finally:

@@ -1,0 +1,110 @@
+"""The sandbox inside Ray's workers, where vime runs it: they are nice 15, and may be killed or cancelled at any time."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ray = pytest.importorskip("ray")
+
+EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "retool"
+CALLS = 48
+EXPECTED = [f"Output:\n{n * n}" for n in range(CALLS)]
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    ray.init(
+        num_cpus=2,
+        include_dashboard=False,
+        log_to_driver=False,
+        runtime_env={"env_vars": {"PYTHONPATH": os.pathsep.join([str(EXAMPLE), *filter(None, sys.path)])}},
+    )
+    yield
+    ray.shutdown()
+
+
+async def squares() -> list[str]:
+    from tool_sandbox import tool_registry
+
+    calls = [tool_registry.execute_tool("code_interpreter", {"code": f"print({n} ** 2)"}) for n in range(CALLS)]
+    return [str(output) for output in await asyncio.gather(*calls)]
+
+
+async def last_for_ever() -> None:
+    from tool_sandbox import PythonSandbox
+
+    await PythonSandbox(600, "256MB").execute_code("while True:\n    pass")
+
+
+class Host:
+    """An actor as vime's rollout manager is one; its methods are coroutines on the actor's own loop."""
+
+    async def about(self) -> tuple[int, int]:
+        return os.getpid(), os.getpriority(os.PRIO_PROCESS, 0)
+
+    async def squares(self) -> list[str]:
+        return await squares()
+
+    async def last_for_ever(self) -> None:
+        await last_for_ever()
+
+
+def sandboxes(ticks: int = 0) -> set[int]:
+    """The processes of all sandboxes, started with the worker's file as an argument, that used so much of a processor."""
+    found = set()
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                used = (entry / "stat").read_text().rpartition(") ")[2].split()[11:13]
+                if b"sandbox_worker" in (entry / "cmdline").read_bytes() and sum(map(int, used)) >= ticks:
+                    found.add(int(entry.name))
+    return found
+
+
+def settled(measure, expected, seconds: float = 20.0):
+    deadline = time.monotonic() + seconds
+    while (value := measure()) != expected and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return value
+
+
+def test_calls_work_in_an_actor(cluster):
+    host = ray.remote(Host).remote()
+    _, niceness = ray.get(host.about.remote())
+    assert niceness >= 15
+    assert ray.get(host.squares.remote(), timeout=120) == EXPECTED
+    ray.kill(host)
+
+
+def test_calls_work_in_a_task(cluster):
+    assert ray.get(ray.remote(lambda: asyncio.run(squares())).remote(), timeout=120) == EXPECTED
+
+
+@pytest.mark.parametrize("way", ["ray.kill", "kill -9", "cancel"])
+def test_nothing_is_left_of_an_actor_that_ends_with_calls_in_flight(cluster, way):
+    before = sandboxes()
+    host = ray.remote(Host).remote()
+    process, _ = ray.get(host.about.remote())
+    assert ray.get(host.squares.remote(), timeout=120) == EXPECTED
+    busy = sandboxes(ticks=20)  # the worker, maybe
+    calls = [host.last_for_ever.remote() for _ in range(4)]
+    assert settled(lambda: len(sandboxes(ticks=20) - busy) >= 4, True)
+    if way == "cancel":
+        for call in calls:
+            ray.cancel(call)
+        for call in calls:
+            with pytest.raises((ray.exceptions.TaskCancelledError, ray.exceptions.RayTaskError)):
+                ray.get(call, timeout=60)
+        assert settled(lambda: sandboxes(ticks=20) - busy, set()) == set()
+        assert ray.get(host.squares.remote(), timeout=120) == EXPECTED
+    if way == "kill -9":
+        os.kill(process, signal.SIGKILL)
+    else:
+        ray.kill(host)
+    assert settled(lambda: sandboxes() - before, set()) == set()
