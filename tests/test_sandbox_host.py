@@ -605,7 +605,7 @@ SIXTEEN_CALLS = """
     import asyncio
     from tool_sandbox import PythonSandbox
     async def main():
-        sandbox = PythonSandbox(20, "256MB")
+        sandbox = PythonSandbox(20, "1GB")
         print(*await asyncio.gather(*[sandbox.execute_code(f"print({n})") for n in range(16)]))
     asyncio.run(main())
 """
@@ -619,7 +619,7 @@ SIXTEEN_OUTPUTS = " ".join(f"Output:\n{n}" for n in range(16)).split()
         "os.nice(15)",  # Ray's workers
         "os.nice(19)",
         # Whoever lacks CAP_SYS_RESOURCE, as root in most containers does, cannot raise a hard limit.
-        "import ctypes; ctypes.CDLL(None).prctl(24, 24, 0, 0, 0); resource.setrlimit(resource.RLIMIT_AS, (2**30,) * 2)",
+        "import ctypes; ctypes.CDLL(None).prctl(24, 24, 0, 0, 0); resource.setrlimit(resource.RLIMIT_AS, (800_000 * 1024,) * 2)",
         "resource.setrlimit(resource.RLIMIT_NOFILE, (14, 14))",
         "resource.setrlimit(resource.RLIMIT_NOFILE, (24, 24))",
         "for name in ('CORE', 'FSIZE', 'MEMLOCK', 'MSGQUEUE'): resource.setrlimit(getattr(resource, f'RLIMIT_{name}'), (0, 0))",
