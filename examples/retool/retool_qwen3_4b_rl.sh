@@ -21,8 +21,8 @@
 #   RAY_ADDRESS      a running Ray cluster to use         (none: one is started on loopback and stopped at the end)
 #   WANDB_KEY        turns wandb on; WANDB_PROJECT and WANDB_GROUP name the run
 set -euo pipefail
-# shellcheck source-path=SCRIPTDIR source=launch_common.sh
-source "$(dirname -- "${BASH_SOURCE[0]}")/launch_common.sh"
+# shellcheck source-path=SCRIPTDIR source=launch/common.sh
+source "$(dirname -- "${BASH_SOURCE[0]}")/launch/common.sh"
 
 TRAIN_SCRIPT=train.py
 VLLM_ARGS=(

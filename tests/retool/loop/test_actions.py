@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tool_sandbox import tool_registry
 
-CASES = [json.loads(line) for line in (Path(__file__).parent / "cases" / "actions.jsonl").read_text().splitlines()]
+CASES = [json.loads(line) for line in (Path(__file__).parents[1] / "cases" / "actions.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.parametrize("case", CASES, ids=[case["id"] for case in CASES])

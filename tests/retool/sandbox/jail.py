@@ -22,8 +22,8 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-import sandbox_policy
 import tool_sandbox
+from retool.sandbox import policy as sandbox_policy
 
 SECONDS = 20.0  # for calls that end by themselves in milliseconds: generous, so that a busy machine changes no result
 MEMORY = "256MB"

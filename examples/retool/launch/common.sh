@@ -10,7 +10,7 @@
 #
 # The sourcing script sets TRAIN_SCRIPT, HF_CHECKPOINT, REF_LOAD (may be empty) and RUNTIME_ENV (NAME=VALUE for the job).
 
-PLUGIN_DIR="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)"
+PLUGIN_DIR="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)"
 VIME_ROOT="${VIME_ROOT:-${PLUGIN_DIR}/../..}"
 MEGATRON_ROOT="${MEGATRON_ROOT:-/root/Megatron-LM}"
 DRY_RUN="${DRY_RUN:-0}"
@@ -320,7 +320,7 @@ launch() {
     if [[ -n "${RAY_ADDRESS:-}" ]]; then
         command+=(--address "$RAY_ADDRESS")
     else
-        command=(python3 "${PLUGIN_DIR}/local_ray.py" --num-gpus "$NUM_GPUS" -- "${command[@]}")
+        command=(python3 "${PLUGIN_DIR}/launch/local_ray.py" --num-gpus "$NUM_GPUS" -- "${command[@]}")
     fi
     command+=(
         --runtime-env-json "$(runtime_env_json "${environment[@]}")"

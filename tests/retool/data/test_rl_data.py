@@ -8,12 +8,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from data_helpers import run_script, write_jsonl
-from data_io import RowError
 from hypothesis import given
 from hypothesis import strategies as st
+from retool.data_io import RowError
 from rl_data_preprocess import evaluation_key, label_text, parse_row, problem_key, strip_instruction
 
-SCRIPT = Path(__file__).resolve().parent.parent / "examples" / "retool" / "rl_data_preprocess.py"
+SCRIPT = Path(__file__).resolve().parents[3] / "examples" / "retool" / "rl_data_preprocess.py"
 BEFORE = (
     "Solve the following math problem step by step. The last line of your response should be of the form Answer: "
     "$Answer (without quotes) where $Answer is the answer to the problem.\n\n"

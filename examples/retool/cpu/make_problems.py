@@ -1,6 +1,6 @@
-"""Makes cpu_problems.jsonl, the problems of the CPU run, of our own making: from arithmetic to olympiad number theory.
+"""Makes problems.jsonl, the problems of the CPU run, of our own making: from arithmetic to olympiad number theory.
 
-    python examples/retool/make_cpu_problems.py [--check]
+    python examples/retool/cpu/make_problems.py [--check]
 
 Every answer is computed twice, by a search that takes the problem literally and by another way (a formula, a theorem,
 a different algorithm); the file is written only if both agree on all of them. --check compares the file instead.
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 GOLDEN = (1 + math.sqrt(5)) / 2
-FILE = Path(__file__).resolve().with_name("cpu_problems.jsonl")
+FILE = Path(__file__).resolve().with_name("problems.jsonl")
 
 
 class Problem(NamedTuple):
@@ -348,13 +348,13 @@ def lines() -> Iterator[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Makes cpu_problems.jsonl, every answer computed in two ways.")
+    parser = argparse.ArgumentParser(description="Makes problems.jsonl, every answer computed in two ways.")
     parser.add_argument("--check", action="store_true", help="compare the file with what would be written")
     content = "".join(lines())
     if not parser.parse_args().check:
         FILE.write_text(content, encoding="utf-8")
     elif FILE.read_text(encoding="utf-8") != content:
-        print(f"{FILE} is not what make_cpu_problems.py makes; run it without --check", file=sys.stderr)
+        print(f"{FILE} is not what make_problems.py makes; run it without --check", file=sys.stderr)
         return 1
     print(f"{len(PROBLEMS)} problems, both answers of each agree: {FILE}")
     return 0

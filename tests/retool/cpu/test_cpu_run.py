@@ -1,6 +1,6 @@
 """The CPU run: bad input ends it in one line, a signal leaves nothing behind, one short run is real from end to end.
 
-The real ones start vLLM, vllm-router and the packaged model, and take about a minute each; tests/run.sh installs them.
+The real ones start vLLM, vllm-router and the packaged model, and take about a minute each; tests/retool/run.sh installs them.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import rollout_on_cpu as run
+import run
 from scripted import ScriptedEngine, Turn
 from tool_sandbox import tool_registry
 
 SCRIPT = Path(run.__file__)
 needs_engine = pytest.mark.skipif(
-    importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: bash tests/run.sh installs it"
+    importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: bash tests/retool/run.sh installs it"
 )
 
 
@@ -209,7 +209,7 @@ def test_a_run_that_is_killed_takes_its_servers_along(tmp_path):
     killed = f"""if True:
         import sys, time
         sys.path.insert(0, {str(SCRIPT.parent)!r})
-        import rollout_on_cpu as run
+        import run
         from pathlib import Path
         run.start_server("server", [sys.executable, "-c", {parent!r}], run.free_port(), Path("server.log"), {{}})
         time.sleep(600)
@@ -319,7 +319,7 @@ def test_the_worked_examples_are_what_the_sandbox_says():
 
 def test_no_worked_example_gives_a_problem_away():
     questions = {example.question for example in run.WORKED_EXAMPLES}
-    assert not questions & {problem.question for problem in run.read_problems(SCRIPT.with_name("cpu_problems.jsonl"))}
+    assert not questions & {problem.question for problem in run.read_problems(SCRIPT.with_name("problems.jsonl"))}
 
 
 def test_worked_examples_stand_between_the_system_message_and_the_problem():

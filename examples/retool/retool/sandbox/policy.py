@@ -1,7 +1,7 @@
 """What the host has to know of a source before it runs: may it, and how. Read off the syntax tree, never off the text.
 
 This is the first layer of the sandbox and not its wall: it turns away what a model tries by habit, with words that say
-what may be used instead, and leaves the rest to the jail (``sandbox_worker.py``). It takes linear time, recurses
+what may be used instead, and leaves the rest to the jail (``worker.py``). It takes linear time, recurses
 nowhere, imports nothing that the source names beyond a fixed set of standard modules, and turns every way in which the
 parser fails into a result. Python's parser needs a millisecond for a kilobyte and holds the interpreter meanwhile, so
 the host has longer sources reviewed by a process of its own: this file, run as a program.

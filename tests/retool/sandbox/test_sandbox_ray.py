@@ -12,7 +12,7 @@ import pytest
 
 ray = pytest.importorskip("ray")
 
-EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "retool"
+EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "retool"
 CALLS = 48
 EXPECTED = [f"Output:\n{n * n}" for n in range(CALLS)]
 
@@ -62,7 +62,7 @@ def sandboxes(ticks: int = 0) -> set[int]:
         if entry.name.isdigit():
             with contextlib.suppress(OSError):
                 used = (entry / "stat").read_text().rpartition(") ")[2].split()[11:13]
-                if b"sandbox_worker" in (entry / "cmdline").read_bytes() and sum(map(int, used)) >= ticks:
+                if b"retool/sandbox" in (entry / "cmdline").read_bytes() and sum(map(int, used)) >= ticks:
                     found.add(int(entry.name))
     return found
 

@@ -12,11 +12,11 @@ import time
 from pathlib import Path
 
 import pytest
-import sandbox_policy
 import tool_sandbox
+from retool.sandbox import policy as sandbox_policy
 from tool_sandbox import PythonSandbox, SandboxError, ToolOutput, ToolRegistry
 
-CASES = Path(__file__).resolve().parent / "cases"
+CASES = Path(__file__).resolve().parents[1] / "cases"
 EXAMPLE = Path(tool_sandbox.__file__).parent
 
 
@@ -101,7 +101,7 @@ def test_nothing_to_show_asks_for_print(code):
 def test_errors_name_the_line_of_the_code(code, line, error):
     result = run(code)
     assert result.outcome == "error" and f"line {line}" in result and error in result
-    assert "sandbox_worker" not in result and "<code>" not in result
+    assert "worker.py" not in result and "retool" not in result and "<code>" not in result
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 from scripted import make_args, make_params
 
-STANDIN = Path(__file__).parent / "standin"
+STANDIN = Path(__file__).parents[1] / "standin"
 MODULES = [
     "vime.utils.types",
     "vime.utils.http_utils",

@@ -6,13 +6,13 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 from data_helpers import run_script, write_jsonl
-from data_io import RowError
 from hypothesis import given
 from hypothesis import strategies as st
+from retool.data_io import RowError
 from sft_data_processing import boxes, convert, final_text, question_of, split_blocks, tool_call_text
 from tool_sandbox import SYSTEM_PROMPT, tool_registry
 
-SCRIPT = Path(__file__).resolve().parent.parent / "examples" / "retool" / "sft_data_processing.py"
+SCRIPT = Path(__file__).resolve().parents[3] / "examples" / "retool" / "sft_data_processing.py"
 PREAMBLE = (
     "Think about the problem and write Python where it helps. Put code into <code> and </code>; what it prints comes "
     "back in <interpreter> and </interpreter>.\nThe last part reads\n<answer>\n\\boxed{'The answer'}\n</answer>\n"

@@ -1,6 +1,6 @@
 """Measures the sandbox against what it replaces, both in the same run, and fails when a target is missed.
 
-    python tests/benchmark_sandbox.py [--quick] [--libraries]
+    python tests/retool/sandbox/benchmark.py [--quick] [--libraries]
 
 Every figure stands beside its baseline and its target. `--quick` makes fewer calls and holds the figures against
 looser targets, which a busy machine does not upset (for CI). `--libraries` adds the figures for numpy and sympy, which
@@ -22,7 +22,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import NamedTuple
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples" / "retool"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "examples" / "retool"))
 
 import tool_sandbox
 from tool_sandbox import PythonSandbox, ToolRegistry

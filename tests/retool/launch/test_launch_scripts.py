@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import pytest
 
-EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "retool"
+EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "retool"
 SECRET = "0123456789abcdef-wandb-secret"
 QWEN3_4B = """MODEL_ARGS=(
    --num-layers 36
@@ -208,7 +208,7 @@ def test_paths_with_spaces_stay_one_word(tree, stage):
     assert flags["--ref-load"] == [str(tree.converted)]
     assert flags["--load"] == flags["--save"] == [f"{tree.checkpoint}_retool_{stage}"]
     words = shlex.split(result.stdout.replace("\\\n", " "), comments=True)
-    assert words[:4] == ["python3", str(EXAMPLE / "local_ray.py"), "--num-gpus", "8"]
+    assert words[:4] == ["python3", str(EXAMPLE / "launch" / "local_ray.py"), "--num-gpus", "8"]
     assert str(tree.vime / ("train_async.py" if stage == "sft" else "train.py")) in words
     assert runtime_env(result.stdout)["PYTHONPATH"] == f"{EXAMPLE}:{tree.vime}:{tree.root / 'Megatron LM'}"
 
@@ -780,7 +780,7 @@ def test_a_cluster_that_runs_already_is_used_and_stays(tree, short_tmp):
     after = tree.root / "after"
     result = subprocess.run(
         [
-            *[sys.executable, str(EXAMPLE / "local_ray.py"), "--num-gpus", "8", "--", "bash", "-c"],
+            *[sys.executable, str(EXAMPLE / "launch" / "local_ray.py"), "--num-gpus", "8", "--", "bash", "-c"],
             # The second job shows that the first launch left the cluster as it was.
             'bash "$0" && ray job submit -- touch "$1"',
             str(EXAMPLE / "retool_qwen3_4b_rl.sh"),
@@ -808,6 +808,6 @@ def test_a_cluster_that_does_not_start_is_one_clear_line(tree, short_tmp):
 
 @pytest.mark.skipif(not shutil.which("shellcheck"), reason="shellcheck is not installed")
 def test_shellcheck_is_clean():
-    scripts = sorted(path.name for path in EXAMPLE.glob("retool_*.sh")) + ["launch_common.sh"]
+    scripts = sorted(path.name for path in EXAMPLE.glob("retool_*.sh")) + ["launch/common.sh"]
     result = subprocess.run(["shellcheck", "-x", *scripts], cwd=EXAMPLE, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout

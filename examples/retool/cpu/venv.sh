@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Makes the virtual environment of the CPU run, once, and prints its path on stdout; everything else goes to stderr.
 #
-#   bash cpu_venv.sh [MORE_REQUIREMENTS.txt ...]     the tests add theirs to the same environment
+#   bash venv.sh [MORE_REQUIREMENTS.txt ...]     the tests add theirs to the same environment
 #
 # PYTHON        the interpreter to build it with (default: the first of python3.11, python3.12, python3 that fits)
 # RETOOL_CACHE  where environments, models and pip's log are kept (default: ~/.cache/retool-vime)
@@ -12,7 +12,7 @@
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-requirements="$here/requirements_cpu.txt"
+requirements="$here/requirements.txt"
 cache=${RETOOL_CACHE:-${XDG_CACHE_HOME:-${HOME:?HOME is not set; name a folder in RETOOL_CACHE}/.cache}/retool-vime}
 needed_mb=6000 # the environment is 3 GB, and pip unpacks beside it
 
