@@ -57,6 +57,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from retool.chat import CODE_INTERPRETER, CODE_TOOL, SYSTEM_PROMPT, neutralize, shorten  # noqa: F401
 from retool.sandbox import policy as sandbox_policy
 
 logger = logging.getLogger(__name__)
@@ -74,28 +75,6 @@ TOOL_CONFIGS: dict[str, Any] = {
     # Of the last episodes, how many may be lost to failures of the engine or the sandbox before the run is stopped.
     "max_failure_rate": 0.5,
 }
-
-# What the model is told, by SFT and RL alike, so it stands where both can import it without vime. The reward reads the
-# box.
-SYSTEM_PROMPT = (
-    "You are a helpful assistant that solves math problems step by step. Whenever a calculation, a search"
-    " over cases or a check would help, call the code_interpreter tool with a short Python program: you "
-    "are shown what it prints, and every call starts afresh. When you are sure, end with your final "
-    "answer on its own line as `Answer: \\boxed{...}`."
-)
-CODE_TOOL = "code_interpreter"
-
-# Chat tokens, and the tags of both dialects, opening and closing.
-_FORGEABLE = re.compile(
-    r"<(?=\||｜|/?(?:tool_call|tool_response|tools|think|interpreter|code|answer|s|bos|eos|pad|unk)>)", re.I
-)
-
-
-def neutralize(text: str) -> str:
-    """The text with every chat token and tag broken up, so that none of them is one: neither as text nor as an id."""
-    text = text.encode("utf-8", "replace").decode("utf-8")  # lone surrogates are no text, and tokenizers refuse them
-    return _FORGEABLE.sub("< ", text)
-
 
 class SandboxError(RuntimeError):
     """The machinery failed, not the model's code. The call has no observation and must not be trained on."""
@@ -555,7 +534,6 @@ RECORDS_PER_WAKE = 8  # then the loop's other callbacks have their turn
 MOST_OUTPUT_BYTES = 16 * 1024**2  # behind this the call is ended
 FLUSH_SECONDS = 0.1  # for a call whose time is up, to send what it has buffered
 BUSY_SECONDS = 0.01
-OMISSION = "\n... {} characters left out ...\n"
 BUSY_ERRORS = {"EAGAIN", "ETOOMANYREFS", "EMFILE", "ENFILE", "ENOBUFS", "ENOMEM"}
 
 
@@ -583,15 +561,6 @@ class _Capture:
             return shorten((self.head + self.tail).decode("utf-8", "replace").removesuffix("\n"), most)
         head, tail = self.head.decode("utf-8", "replace"), self.tail.decode("utf-8", "replace")
         return shorten(f"{head}{tail}".removesuffix("\n"), most, also_dropped=dropped)
-
-
-def shorten(text: str, most: int, also_dropped: int = 0) -> str:
-    """`text` itself if it is short enough, else its head and its tail with a note between them."""
-    if len(text) <= most and not also_dropped:
-        return text
-    half = max(0, most - len(OMISSION) - 12) // 2
-    note = OMISSION.format(len(text) - 2 * half + also_dropped)
-    return f"{text[:half]}{note}{text[len(text) - half :]}"
 
 
 class _Reply:
@@ -873,20 +842,6 @@ class PythonSandbox:
 
 
 ToolHandler = Callable[[dict], Awaitable[str]]
-
-CODE_INTERPRETER = {
-    "type": "function",
-    "function": {
-        "name": CODE_TOOL,
-        "description": "A tool for executing code.",
-        "parameters": {
-            "type": "object",
-            "properties": {"code": {"type": "string", "description": "The code to execute."}},
-            "required": ["code"],
-        },
-    },
-}
-
 
 class ToolRegistry:
     """The tools that the model is told of. `tools` holds the specs by name, in the order the prompt shows them."""
