@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import IO, NamedTuple
 
 from retool.data_io import (
-    BAD_ROWS_SHOWN,
+    MAX_BAD_ROWS_SHOWN,
     BadRows,
     DataError,
     Row,
@@ -47,7 +47,7 @@ INSTRUCTION_BEFORE = re.compile(
     r"Answer:[^\n]{1,60}?where \$?(?i:answer) is the answer to the problem\."
 )
 # It starts with a literal: this pattern is searched for in 1.79 million texts.
-INSTRUCTION_BEHIND = re.compile(
+INSTRUCTION_AFTER = re.compile(
     r"Remember to put your answer on its own line after [\"“']Answer:[\"”']"
     r"(?:, and you do not need to use a \\boxed command)?\.?\s*\Z"
 )
@@ -96,10 +96,10 @@ def parse_row(data: dict, keep_instruction: bool = False) -> Problem:
 
 
 def strip_instruction(prompt: str) -> tuple[str, bool]:
-    """The problem without DAPO's sentences before and behind it, and whether both were there."""
+    """The problem without DAPO's sentences before and after it, and whether both were there."""
     text, before = INSTRUCTION_BEFORE.subn("", prompt)
-    text, behind = INSTRUCTION_BEHIND.subn("", text)
-    return text.strip(), bool(before and behind)
+    text, after = INSTRUCTION_AFTER.subn("", text)
+    return text.strip(), bool(before and after)
 
 
 def prompt_text(data: dict) -> str:
@@ -180,7 +180,6 @@ def collect(
     candidates: IO[str],
     bad: BadRows,
     evaluation: set[bytes],
-    keep_duplicates: bool = False,
     keep_instruction: bool = False,
 ) -> tuple[Seen, Tally]:
     """First pass: write the rows that may be kept to `candidates`, and note which problems may not.
@@ -204,14 +203,12 @@ def collect(
             without_instruction += not problem.has_instruction
             if evaluation_key(problem.text) in evaluation:
                 seen.excluded.add(key)
+            else:
+                _write(candidates, {"prompt": problem.prompt, "label": problem.label})
         else:
             duplicates += 1
             if not _same_label(label, problem.label):
                 seen.contradictions.setdefault(key, f"{row.place}: label {problem.label!r}, earlier {label!r}")
-            if not keep_duplicates:
-                continue
-        if key not in seen.excluded:
-            _write(candidates, {"prompt": problem.prompt, "label": problem.label})
     return seen, Tally(total, duplicates, without_instruction)
 
 
@@ -236,7 +233,7 @@ def main() -> int:
     bad = BadRows()
     rows = read_rows(find_data_files(args.dataset), COLUMNS, "reading")
     with atomic_output(args.output, "w") as output, tempfile.TemporaryFile("w+", encoding="utf-8") as candidates:
-        seen, tally = collect(rows, candidates, bad, evaluation, args.keep_duplicates, args.keep_instruction)
+        seen, tally = collect(rows, candidates, bad, evaluation, args.keep_instruction)
         if bad.too_many(tally.rows):
             raise DataError(f"{bad.count} of {tally.rows} rows cannot be used; nothing was written")
         candidates.seek(0)
@@ -248,11 +245,10 @@ def main() -> int:
 
 
 def _report(args: argparse.Namespace, seen: Seen, tally: Tally, bad: int, written: int) -> None:
-    for where in list(seen.contradictions.values())[:BAD_ROWS_SHOWN]:
+    for where in list(seen.contradictions.values())[:MAX_BAD_ROWS_SHOWN]:
         print(f"two labels for one problem: {where}")
-    kept = "kept" if args.keep_duplicates else "removed"
     print(f"{args.output}: {written} of {tally.rows} rows")
-    print(f"  different problems: {len(seen.labels)}, duplicates {kept}: {tally.duplicates}, bad rows: {bad}")
+    print(f"  different problems: {len(seen.labels)}, duplicates removed: {tally.duplicates}, bad rows: {bad}")
     print(f"  left out: {len(seen.contradictions)} with two labels, {len(seen.excluded)} of an evaluation file")
     if tally.without_instruction:
         print(f"  without DAPO's instruction sentences, taken as they are: {tally.without_instruction}")
@@ -264,7 +260,6 @@ def _parse_args() -> argparse.Namespace:
         "--dataset", default="BytedTsinghua-SIA/DAPO-Math-17k", help="hub name, directory, .parquet or .jsonl file"
     )
     parser.add_argument("--output", type=Path, default=Path("data/retool/dapo-math-17k.jsonl"))
-    parser.add_argument("--keep-duplicates", action="store_true", help="write every row, not every problem once")
     parser.add_argument("--keep-instruction", action="store_true", help="leave DAPO's two sentences in the prompt")
     parser.add_argument(
         "--exclude",

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Run one command against a Ray cluster of its own, on loopback, and leave nothing of that cluster behind.
+"""Run one command against a Ray cluster of its own, on loopback, and end all of that cluster afterwards.
 
     python3 local_ray.py --num-gpus 8 -- ray job submit -- python3 train.py ...
 
@@ -21,7 +21,6 @@ import ctypes
 import os
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -31,15 +30,17 @@ import urllib.request
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from shutil import rmtree
-from typing import NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this file is started by its path
+
+from retool.processes import LOOPBACK, Stopped, free_ports, ignore_stop_signals, last_log_line, raise_on_stop_signals
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
-START_SECONDS = 300.0
-STOP_SECONDS = 15.0
-LOOPBACK = "127.0.0.1"
+MAX_START_SECONDS = 300.0
+MAX_STOP_SECONDS = 15.0
 # Ray's sockets lie some 60 characters below its directory, and a socket's path may have 107.
-LONGEST_TEMP_DIRECTORY = 25
+MAX_TEMP_DIRECTORY_CHARS = 25
 # Ray hands out these ports to workers and refuses to use one of them for a service.
 RAY_WORKER_PORTS = range(10002, 20000)
 
@@ -48,37 +49,20 @@ class ClusterError(Exception):
     """The cluster did not come up; the message is one line that says where to look."""
 
 
-class Stopped(BaseException):
-    """A signal asked this process to stop."""
-
-    def __init__(self, number: int):
-        super().__init__(number)
-        self.number = number
-
-
-class Ports(NamedTuple):
-    dashboard: int
-    client_server: int
-
-
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-
 def main() -> int:
     args = _parse_args()
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
     directory = Path(tempfile.mkdtemp(prefix="retool-ray-", dir=_short_temp_directory()))
     code = 1
     try:
-        for number in STOP_SIGNALS:
-            signal.signal(number, _stop)
+        raise_on_stop_signals()
         code = _run(args.command, args.num_gpus, directory)
     except Stopped as stopped:
-        code = 128 + stopped.number
+        code = stopped.exit_code
     except (ClusterError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
     finally:
-        _ignore_signals()
+        ignore_stop_signals()
         _end_descendants()
     if code == 0 or code > 128:
         rmtree(directory, ignore_errors=True)
@@ -90,13 +74,13 @@ def main() -> int:
 def _run(command: list[str], num_gpus: int, directory: Path) -> int:
     """Start the cluster, run the command against it, return the command's code."""
     environment = cluster_environment(os.environ, directory)
-    ports = _free_ports()
-    cluster = _start_cluster(num_gpus, ports, directory, environment)
-    _wait_until_up(cluster, ports.dashboard, directory)
-    client = {**environment, "RAY_ADDRESS": f"http://{LOOPBACK}:{ports.dashboard}"}
+    dashboard, client_server = free_ports(2, avoid=RAY_WORKER_PORTS)
+    cluster = _start_cluster(num_gpus, dashboard, client_server, directory, environment)
+    _wait_until_up(cluster, dashboard, directory)
+    client = {**environment, "RAY_ADDRESS": f"http://{LOOPBACK}:{dashboard}"}
     client.pop("WANDB_API_KEY", None)  # the cluster has it, the client needs none
     code = subprocess.Popen(command, env=client, start_new_session=True).wait()
-    _ignore_signals()
+    ignore_stop_signals()
     return code if code >= 0 else 128 - code
 
 
@@ -107,17 +91,6 @@ def _parse_args() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _stop(number: int, _frame) -> None:
-    _ignore_signals()
-    raise Stopped(number)
-
-
-def _ignore_signals() -> None:
-    """From here on only the clean-up runs, which a second Ctrl-C must not cut short."""
-    for number in STOP_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
-
-
 def _prctl(option: int, value: int) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(option, value, 0, 0, 0) != 0:
@@ -126,25 +99,7 @@ def _prctl(option: int, value: int) -> None:
 
 def _short_temp_directory() -> str:
     directory = tempfile.gettempdir()
-    return directory if len(directory) <= LONGEST_TEMP_DIRECTORY else "/tmp"
-
-
-def _free_ports() -> Ports:
-    """Ports that are free now; all sockets are held until all are found, so that no two are the same."""
-    held: list[socket.socket] = []
-    found: list[int] = []
-    try:
-        while len(found) < len(Ports._fields):
-            sock = socket.socket()
-            held.append(sock)
-            sock.bind((LOOPBACK, 0))
-            port = sock.getsockname()[1]
-            if port not in RAY_WORKER_PORTS:
-                found.append(port)
-    finally:
-        for sock in held:
-            sock.close()
-    return Ports(*found)
+    return directory if len(directory) <= MAX_TEMP_DIRECTORY_CHARS else "/tmp"
 
 
 def cluster_environment(base: Mapping[str, str], directory: Path) -> dict[str, str]:
@@ -181,11 +136,13 @@ def cluster_environment(base: Mapping[str, str], directory: Path) -> dict[str, s
     return environment
 
 
-def _start_cluster(num_gpus: int, ports: Ports, directory: Path, environment: dict[str, str]) -> subprocess.Popen:
+def _start_cluster(
+    num_gpus: int, dashboard: int, client_server: int, directory: Path, environment: dict[str, str]
+) -> subprocess.Popen:
     command = ["ray", "start", "--head", "--block", "--disable-usage-stats"]
     command += ["--node-ip-address", LOOPBACK, "--port", "0", "--num-gpus", str(num_gpus)]
-    command += ["--dashboard-host", LOOPBACK, "--dashboard-port", str(ports.dashboard)]
-    command += ["--ray-client-server-port", str(ports.client_server), "--dashboard-agent-listen-port", "0"]
+    command += ["--dashboard-host", LOOPBACK, "--dashboard-port", str(dashboard)]
+    command += ["--ray-client-server-port", str(client_server), "--dashboard-agent-listen-port", "0"]
     command += ["--temp-dir", str(directory)]
     with open(directory / "ray_start.log", "wb") as log:
         return subprocess.Popen(
@@ -201,10 +158,11 @@ def _start_cluster(num_gpus: int, ports: Ports, directory: Path, environment: di
 
 def _wait_until_up(cluster: subprocess.Popen, port: int, directory: Path) -> None:
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    deadline = time.monotonic() + START_SECONDS
+    log = directory / "ray_start.log"
+    deadline = time.monotonic() + MAX_START_SECONDS
     while time.monotonic() < deadline:
         if cluster.poll() is not None:
-            raise ClusterError(f"Ray ended while starting: {_last_line(directory / 'ray_start.log')}")
+            raise ClusterError(f"Ray ended while starting: {last_log_line(log) or f'no output in {log}'}")
         try:
             with opener.open(f"http://{LOOPBACK}:{port}/api/version", timeout=2):
                 return
@@ -212,17 +170,12 @@ def _wait_until_up(cluster: subprocess.Popen, port: int, directory: Path) -> Non
             return  # it asks for the token, so it is up
         except OSError:
             time.sleep(0.5)
-    raise ClusterError(f"Ray did not answer within {START_SECONDS:.0f} s, see {directory}/ray_start.log")
-
-
-def _last_line(log: Path) -> str:
-    lines = log.read_text(errors="replace").strip().splitlines()
-    return lines[-1] if lines else f"no output in {log}"
+    raise ClusterError(f"Ray did not answer within {MAX_START_SECONDS:.0f} s, see {log}")
 
 
 def _end_descendants() -> None:
     """End every process below this one: first the cluster's own shutdown, then what is left, then by force."""
-    for number, seconds in ((signal.SIGTERM, STOP_SECONDS), (signal.SIGKILL, STOP_SECONDS)):
+    for number, seconds in ((signal.SIGTERM, MAX_STOP_SECONDS), (signal.SIGKILL, MAX_STOP_SECONDS)):
         deadline = time.monotonic() + seconds
         signalled: set[int] = set()
         while pids := set(_descendants()):

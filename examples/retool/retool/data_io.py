@@ -23,7 +23,7 @@ from tqdm import tqdm
 DATA_SUFFIXES = (".parquet", ".jsonl")
 PARQUET_BATCH_ROWS = 2048
 MAX_BAD_SHARE = 0.01
-BAD_ROWS_SHOWN = 20
+MAX_BAD_ROWS_SHOWN = 20
 
 
 class DataError(Exception):
@@ -196,9 +196,9 @@ class BadRows:
 
     def add(self, place: str, reason: str) -> None:
         self.count += 1
-        if self.count <= BAD_ROWS_SHOWN:
+        if self.count <= MAX_BAD_ROWS_SHOWN:
             self._echo(f"bad row: {place}: {reason}")
-        elif self.count == BAD_ROWS_SHOWN + 1:
+        elif self.count == MAX_BAD_ROWS_SHOWN + 1:
             self._echo("bad row: further ones are only counted")
 
     def too_many(self, total: int) -> bool:

@@ -18,11 +18,11 @@ BEFORE = (
     "Solve the following math problem step by step. The last line of your response should be of the form Answer: "
     "$Answer (without quotes) where $Answer is the answer to the problem.\n\n"
 )
-BEHIND = '\n\nRemember to put your answer on its own line after "Answer:".'
+AFTER = '\n\nRemember to put your answer on its own line after "Answer:".'
 
 
 def dapo(problem: str, label="34", wrap: bool = True) -> dict:
-    text = BEFORE + problem + BEHIND if wrap else problem
+    text = BEFORE + problem + AFTER if wrap else problem
     return {
         "data_source": "math_dapo",
         "prompt": [{"content": text, "role": "user"}],
@@ -36,7 +36,7 @@ def dapo(problem: str, label="34", wrap: bool = True) -> dict:
     "layout",
     [
         dapo("What is $1+1$?", "2"),
-        {"prompt": [{"role": "user", "content": BEFORE + "What is $1+1$?" + BEHIND}], "label": "2"},
+        {"prompt": [{"role": "user", "content": BEFORE + "What is $1+1$?" + AFTER}], "label": "2"},
         {"prompt": "What is $1+1$?", "label": 2},
         {"problem": "What is $1+1$?", "answer": 2.0},
         {"question": "What is $1+1$?", "answer": " 2\n"},
@@ -50,17 +50,17 @@ def test_every_published_layout_gives_the_same(layout):
 
 
 @pytest.mark.parametrize(
-    "before, behind",
+    "before, after",
     [
-        (BEFORE, BEHIND),
-        (BEFORE.replace("$Answer (without quotes)", "\\boxed{$Answer}"), BEHIND),
-        (BEFORE.replace("$Answer", "$ANSWER"), BEHIND[:-1] + ", and you do not need to use a \\boxed command."),
-        ("\n " + BEFORE.rstrip() + "\n", BEHIND.rstrip(".") + "  \n"),
-        (BEFORE.replace(". The", ".\nThe"), BEHIND.replace('"', "“", 1).replace('"', "”", 1)),
+        (BEFORE, AFTER),
+        (BEFORE.replace("$Answer (without quotes)", "\\boxed{$Answer}"), AFTER),
+        (BEFORE.replace("$Answer", "$ANSWER"), AFTER[:-1] + ", and you do not need to use a \\boxed command."),
+        ("\n " + BEFORE.rstrip() + "\n", AFTER.rstrip(".") + "  \n"),
+        (BEFORE.replace(". The", ".\nThe"), AFTER.replace('"', "“", 1).replace('"', "”", 1)),
     ],
 )
-def test_both_sentences_go_in_their_published_wordings(before, behind):
-    assert strip_instruction(before + "A\n\n B?" + behind) == ("A\n\n B?", True)
+def test_both_sentences_go_in_their_published_wordings(before, after):
+    assert strip_instruction(before + "A\n\n B?" + after) == ("A\n\n B?", True)
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_both_sentences_go_in_their_published_wordings(before, behind):
     [
         ("A?", "A?"),
         (BEFORE + "A?", "A?"),
-        ("A?" + BEHIND, "A?"),
+        ("A?" + AFTER, "A?"),
         ("Why does one solve the following math problem step by step?", None),
         ('"Remember to put your answer on its own line after "Answer:"." is a sentence of how many words?', None),
         ("A? " + BEFORE + "B?", None),
@@ -80,7 +80,7 @@ def test_what_is_not_wrapped_stays_and_is_marked(prompt, text):
 
 def test_keep_instruction_keeps_the_prompt_and_still_knows_the_problem():
     problem = parse_row(dapo("A?"), keep_instruction=True)
-    assert problem.prompt == BEFORE + "A?" + BEHIND and problem.text == "A?"
+    assert problem.prompt == BEFORE + "A?" + AFTER and problem.text == "A?"
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_what_cannot_be_used_says_why(bad, reason):
 
 @given(st.text(max_size=60).map(str.strip).filter(bool))
 def test_wrapping_and_stripping_is_the_identity(problem):
-    assert strip_instruction(BEFORE + problem + BEHIND) == (problem, True)
+    assert strip_instruction(BEFORE + problem + AFTER) == (problem, True)
 
 
 @pytest.mark.parametrize(
@@ -212,39 +212,28 @@ def test_parquet_and_jsonl_give_the_same_file(tmp_path):
     assert (tmp_path / "a.out.jsonl").read_bytes() == (tmp_path / "b.out.jsonl").read_bytes()
 
 
-def test_keep_duplicates_keeps_rows_but_no_contradiction(tmp_path):
-    write_jsonl(tmp_path / "in.jsonl", ROWS)
-    result = run(tmp_path, "--dataset", "in.jsonl", "--output", "out.jsonl", "--keep-duplicates")
-    assert result.returncode == 0
-    kept = [r["prompt"] for r in read_jsonl(tmp_path / "out.jsonl")]
-    assert kept == [parse_row(r).prompt for r in ROWS if "Two labels" not in r["prompt"][0]["content"]]
-
-
 def test_keep_instruction_still_finds_duplicates_and_contradictions(tmp_path):
     write_jsonl(tmp_path / "in.jsonl", ROWS)
     result = run(tmp_path, "--dataset", "in.jsonl", "--output", "out.jsonl", "--keep-instruction")
     assert result.returncode == 0
     prompts = [r["prompt"] for r in read_jsonl(tmp_path / "out.jsonl")]
-    assert prompts[0] == BEFORE + "Last by name, first by place?" + BEHIND and prompts[-1] == "Bare?"
+    assert prompts[0] == BEFORE + "Last by name, first by place?" + AFTER and prompts[-1] == "Bare?"
     assert len(prompts) == 4
 
 
-@pytest.mark.parametrize("keep", [[], ["--keep-duplicates"]])
 @pytest.mark.parametrize(
     "evaluation",
     [
         {"input": "Alpha $é$", "output": "2"},
-        {"prompt": [{"role": "user", "content": BEFORE + "alpha é?" + BEHIND}], "label": 2},
+        {"prompt": [{"role": "user", "content": BEFORE + "alpha é?" + AFTER}], "label": 2},
         {"problem": "ALPHA é."},
     ],
 )
-def test_problems_of_an_evaluation_file_are_left_out(tmp_path, evaluation, keep):
+def test_problems_of_an_evaluation_file_are_left_out(tmp_path, evaluation):
     write_jsonl(tmp_path / "in.jsonl", ROWS)
     write_jsonl(tmp_path / "one.jsonl", [evaluation])
     write_jsonl(tmp_path / "two.jsonl", [{"problem": "Bare?"}])
-    result = run(
-        tmp_path, "--dataset", "in.jsonl", "--output", "out.jsonl", "--exclude", "one.jsonl", "two.jsonl", *keep
-    )
+    result = run(tmp_path, "--dataset", "in.jsonl", "--output", "out.jsonl", "--exclude", "one.jsonl", "two.jsonl")
     assert result.returncode == 0, result.stderr
     assert "2 of an evaluation file" in result.stdout
     prompts = {r["prompt"] for r in read_jsonl(tmp_path / "out.jsonl")}

@@ -1,0 +1,239 @@
+"""The launch scripts as dry runs over a fake vime tree: what command they print, and vime's own parser on it."""
+
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from launch_helpers import EXAMPLE, SECRET, both, dry_run, flags_of, job_words, runtime_env
+
+
+@both
+def test_a_dry_run_prints_the_command_one_flag_a_line(tree, stage):
+    result = dry_run(tree, stage, "--more", "a 'b' $c", "--switch")
+    assert (result.returncode, result.stderr) == (0, "")
+    words = job_words(result.stdout)
+    assert words[-3:] == ["--more", "a 'b' $c", "--switch"]
+    lines = [line.strip() for line in result.stdout.splitlines()]
+    for flag in flags_of(words):
+        assert sum(line.startswith((f"{flag} ", flag + "\\")) or line == flag for line in lines) == 1, flag
+    assert all(line.count(" --") <= 1 for line in lines)
+    assert "--apply-chat-template" not in result.stdout
+
+
+@both
+def test_paths_with_spaces_stay_one_word(tree, stage):
+    result = dry_run(tree, stage)
+    flags = flags_of(job_words(result.stdout))
+    assert flags["--hf-checkpoint"] == [str(tree.checkpoint)]
+    assert flags["--ref-load"] == [str(tree.converted)]
+    assert flags["--load"] == flags["--save"] == [f"{tree.checkpoint}_retool_{stage}"]
+    words = shlex.split(result.stdout.replace("\\\n", " "), comments=True)
+    assert words[:4] == ["python3", str(EXAMPLE / "launch" / "local_ray.py"), "--num-gpus", "8"]
+    assert str(tree.vime / ("train_async.py" if stage == "sft" else "train.py")) in words
+    assert runtime_env(result.stdout)["PYTHONPATH"] == f"{EXAMPLE}:{tree.vime}:{tree.root / 'Megatron LM'}"
+
+
+def test_sft_settings(tree):
+    flags = flags_of(job_words(dry_run(tree, "sft").stdout))
+    expected = {
+        "--rollout-function-path": ["vime.rollout.sft_rollout.generate_rollout"],
+        "--prompt-data": [str(tree.root / "sft.parquet")],
+        "--input-key": ["messages"],
+        "--tool-key": ["tools"],
+        "--loss-mask-type": ["qwen"],
+        "--loss-type": ["sft_loss"],
+        "--num-epoch": ["3"],
+        "--rollout-batch-size": ["128"],
+        "--global-batch-size": ["128"],
+        "--lr": ["1e-5"],
+        "--lr-decay-style": ["cosine"],
+        "--max-tokens-per-gpu": ["9216"],
+        "--rotary-base": ["5000000"],
+        "--actor-num-gpus-per-node": ["8"],
+        "--debug-train-only": [],
+    }
+    assert {flag: flags.get(flag) for flag in expected} == expected
+
+
+def test_rl_settings(tree):
+    flags = flags_of(job_words(dry_run(tree, "rl").stdout))
+    expected = {
+        "--custom-generate-function-path": ["generate_with_retool.generate"],
+        "--custom-rm-path": ["generate_with_retool.reward_func"],
+        "--reward-key": ["score"],
+        "--eval-reward-key": ["acc"],
+        "--prompt-data": [str(tree.root / "prompts.jsonl")],
+        "--eval-prompt-data": ["aime", str(tree.root / "aime's.jsonl")],
+        "--input-key": ["prompt"],
+        "--label-key": ["label"],
+        "--advantage-estimator": ["grpo"],
+        "--eps-clip": ["0.2"],
+        "--eps-clip-high": ["0.28"],
+        "--rollout-batch-size": ["32"],
+        "--n-samples-per-prompt": ["8"],
+        "--global-batch-size": ["256"],
+        "--rollout-max-response-len": ["8192"],
+        "--eval-interval": ["20"],
+        "--n-samples-per-eval-prompt": ["16"],
+        "--eval-max-response-len": ["16384"],
+        "--tensor-model-parallel-size": ["2"],
+        "--use-dynamic-batch-size": [],
+        "--max-tokens-per-gpu": ["9216"],
+        "--rotary-base": ["5000000"],
+        "--colocate": [],
+    }
+    assert {flag: flags.get(flag) for flag in expected} == expected
+
+
+@both
+@pytest.mark.parametrize("trace", [False, True])
+def test_the_wandb_key_is_never_shown(tree, stage, trace):
+    result = dry_run(tree, stage, trace=trace, WANDB_KEY=SECRET)
+    assert result.returncode == 0
+    assert SECRET not in result.stdout + result.stderr
+    assert "WANDB_KEY=***" in result.stdout
+    flags = flags_of(job_words(result.stdout))
+    assert flags["--use-wandb"] == [] and flags["--wandb-project"] == ["retool-vime"]
+    assert "--wandb-key" not in flags
+
+
+@both
+@pytest.mark.parametrize("key", [None, ""])
+def test_without_a_key_there_are_no_wandb_flags(tree, stage, key):
+    result = dry_run(tree, stage, WANDB_KEY=key)
+    assert result.returncode == 0 and "wandb" not in result.stdout.lower()
+
+
+@both
+def test_a_running_cluster_is_used_if_it_is_named(tree, stage):
+    result = dry_run(tree, stage, RAY_ADDRESS="http://10.0.0.1:8265", NUM_NODES="2", WANDB_KEY=SECRET)
+    assert result.returncode == 0
+    words = shlex.split(result.stdout.replace("\\\n", " "), comments=True)
+    assert words[:5] == ["ray", "job", "submit", "--address", "http://10.0.0.1:8265"]
+    assert flags_of(job_words(result.stdout))["--actor-num-nodes"] == ["2"]
+    assert "wandb login" in result.stderr and SECRET not in result.stdout + result.stderr
+
+
+@both
+def test_relative_paths_hold_wherever_the_job_runs(tree, stage):
+    result = dry_run(
+        tree, stage, VIME_ROOT="./vi me", HF_CHECKPOINT="check points/Qwen3-4B", SAVE="out", SFT_DATA="x y"
+    )
+    flags = flags_of(job_words(result.stdout))
+    assert flags["--hf-checkpoint"] == [str(tree.checkpoint)] and flags["--save"] == [str(tree.root / "out")]
+    assert runtime_env(result.stdout)["PYTHONPATH"].split(":")[1] == str(tree.vime)
+
+
+@both
+def test_settings_of_the_sandbox_reach_the_job(tree, stage):
+    result = dry_run(tree, stage, RETOOL_SANDBOX_STRICT="1")
+    assert runtime_env(result.stdout)["RETOOL_SANDBOX_STRICT"] == "1"
+
+
+@both
+def test_gpus_are_counted_as_the_job_sees_them(tree, stage):
+    (tree.root / "bin" / "nvidia-smi").write_text(
+        "#!/bin/sh\n[ \"$1\" = -L ] && printf 'GPU 0: A\\nGPU 1: A\\nGPU 2: A\\nGPU 3: A\\n' || echo 'GPU0 X NV18'\n"
+    )
+    (tree.root / "bin" / "nvidia-smi").chmod(0o755)
+    for changes, count in [({}, "4"), ({"CUDA_VISIBLE_DEVICES": "5,7"}, "2"), ({"NUM_GPUS": "6"}, "6")]:
+        result = dry_run(tree, stage, **{"NUM_GPUS": None, **changes})
+        assert flags_of(job_words(result.stdout))["--actor-num-gpus-per-node"] == [count]
+        assert runtime_env(result.stdout)["NCCL_NVLS_ENABLE"] == "1"
+
+
+@both
+def test_inside_a_vime_checkout_nothing_needs_to_be_set(tree, stage):
+    shutil.copytree(EXAMPLE, tree.vime / "examples" / "retool", ignore=shutil.ignore_patterns("__pycache__"))
+    script = tree.vime / "examples" / "retool" / f"retool_qwen3_4b_{stage}.sh"
+    result = subprocess.run(
+        ["bash", str(script)],
+        env=tree.environment(VIME_ROOT=None, DRY_RUN="1", SFT_DATA=None, PROMPT_DATA=None),
+        cwd="/",
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert result.returncode == 0
+    data = {"sft": "ReTool-SFT.parquet", "rl": "dapo-math-17k.jsonl"}[stage]
+    assert flags_of(job_words(result.stdout))["--prompt-data"] == [str(tree.vime / "data" / "retool" / data)]
+
+
+# vime's own parser ---------------------------------------------------------------------------------------------------
+
+PARSE = """
+import sys, types
+import torch
+if not torch.cuda.is_available():  # Megatron asks for the GPU's generation while it checks its arguments
+    torch.cuda.get_device_properties = lambda *device: types.SimpleNamespace(major=9, minor=0)
+try:
+    from vllm.entrypoints.launchers import cli_args  # where newer versions have what vime imports while it parses
+    sys.modules["vllm.entrypoints.openai.cli_args"] = cli_args
+except ImportError:
+    pass
+try:
+    from vime.utils.arguments import parse_args
+    from vllm.entrypoints.openai.cli_args import FrontendArgs
+    import megatron.training.arguments
+except ImportError as error:
+    print(f"MISSING {error}")
+    sys.exit(0)
+args = parse_args()
+print("PARSED", args.rotary_base, args.max_tokens_per_gpu, args.loss_mask_type, args.eval_reward_key)
+"""
+
+
+@both
+def test_every_flag_is_one_of_vimes(tree, stage):
+    vime, megatron = os.environ.get("VIME_ROOT"), Path(os.environ.get("MEGATRON_ROOT", "/root/Megatron-LM"))
+    if not vime or not (megatron / "megatron" / "training").is_dir():
+        pytest.skip("needs VIME_ROOT and MEGATRON_ROOT to name checkouts of vime and Megatron-LM")
+    (tree.checkpoint / "config.json").write_text(
+        json.dumps(
+            {
+                "architectures": ["Qwen3ForCausalLM"],
+                "model_type": "qwen3",
+                "hidden_size": 2560,
+                "num_attention_heads": 32,
+                "num_hidden_layers": 36,
+                "intermediate_size": 9728,
+                "num_key_value_heads": 8,
+                "head_dim": 128,
+                "rms_norm_eps": 1e-06,
+                "rope_theta": 5000000,
+                "tie_word_embeddings": True,
+                "vocab_size": 151936,
+            }
+        )
+    )
+    dry = dry_run(tree, stage, VIME_ROOT=vime, MEGATRON_ROOT=str(megatron), WANDB_KEY=SECRET)
+    assert dry.returncode == 0, dry.stderr
+    program = tree.root / "parse.py"
+    program.write_text(PARSE)
+    result = subprocess.run(
+        [sys.executable, str(program), *job_words(dry.stdout)],
+        env={
+            **os.environ,
+            "PYTHONPATH": f"{vime}:{megatron}:{os.environ.get('PYTHONPATH', '')}",
+            "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        },
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    if "MISSING" in result.stdout:
+        pytest.skip(f"vime's parser does not import here: {result.stdout.strip()}")
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert "PARSED 5000000 9216 qwen" in result.stdout
+
+
+@pytest.mark.skipif(not shutil.which("shellcheck"), reason="shellcheck is not installed")
+def test_shellcheck_is_clean():
+    scripts = sorted(path.name for path in EXAMPLE.glob("retool_*.sh")) + ["launch/common.sh"]
+    result = subprocess.run(["shellcheck", "-x", *scripts], cwd=EXAMPLE, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout
