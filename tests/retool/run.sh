@@ -43,6 +43,7 @@ python="$venv/bin/python"
 export RETOOL_CACHE="$cache"
 RETOOL_QWEN3_TOKENIZER=${RETOOL_QWEN3_TOKENIZER:-$(qwen3_tokenizer)}
 export RETOOL_QWEN3_TOKENIZER PATH="$venv/bin:$PATH"
+export RETOOL_ALL_TESTS=1 # conftest.py leaves out those that start vLLM or Ray, or take long, without it
 
 cd "$root"
 code=(examples/retool tests/retool)

@@ -413,12 +413,14 @@ def real(tmp_path_factory):
     return SimpleNamespace(**vars(done), started=started, samples=[json.loads(line) for line in lines])
 
 
+@pytest.mark.engine
 @needs_engine
 def test_a_real_run_succeeds(real):
     assert real.code == 0, real.out + real.err
     assert len(real.samples) == 6 and {sample["index"] for sample in real.samples} == set(range(6))
 
 
+@pytest.mark.engine
 @needs_engine
 def test_a_real_run_executes_a_tool_call_that_the_model_wrote(real):
     calls = [(sample, call) for sample in real.samples for call in sample["metadata"]["retool"]["calls"]]
@@ -427,6 +429,7 @@ def test_a_real_run_executes_a_tool_call_that_the_model_wrote(real):
     assert any("<interpreter>\nOutput:\n" in sample["response"] for sample in worked)
 
 
+@pytest.mark.engine
 @needs_engine
 def test_a_real_run_leaves_samples_that_can_be_trained_on(real):
     for sample in real.samples:
@@ -438,6 +441,7 @@ def test_a_real_run_leaves_samples_that_can_be_trained_on(real):
     assert any(0 in sample["loss_mask"] for sample in real.samples), "no observation was masked"
 
 
+@pytest.mark.engine
 @needs_engine
 def test_a_real_run_shows_what_happened(real):
     for said in ("vLLM is up", "vllm-router is up", "6/6", "tool calls", "tokens/s", "mean of all samples"):
@@ -446,12 +450,14 @@ def test_a_real_run_shows_what_happened(real):
     assert "\x1b[32m" in real.out and "\x1b[33m" in real.out, "the transcripts tell the model from the tool by colour"
 
 
+@pytest.mark.engine
 @needs_engine
 def test_a_real_run_leaves_no_process(real):
     assert len(real.started) > 3
     assert_gone(real.started)
 
 
+@pytest.mark.engine
 @needs_engine
 def test_log_probs_that_are_shifted_by_a_token_are_found(real):
     model = str(run.packaged_model(run.cache_folder()))
@@ -462,6 +468,7 @@ def test_log_probs_that_are_shifted_by_a_token_are_found(real):
     assert run.compare_log_probs(model, samples).mean > run.parse_options([]).logprob_limit
 
 
+@pytest.mark.engine
 @needs_engine
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGKILL])
 def test_a_run_that_is_stopped_while_it_starts_leaves_no_process(tmp_path, signum):
