@@ -148,6 +148,7 @@ def other_cluster():
     shutil.rmtree(folder, ignore_errors=True)
 
 
+@pytest.mark.ray
 @needs_ray
 def test_a_job_runs_on_a_cluster_of_its_own_and_nothing_else_is_touched(tree, short_tmp, other_cluster):
     other, other_pids = other_cluster
@@ -175,12 +176,14 @@ def test_a_job_runs_on_a_cluster_of_its_own_and_nothing_else_is_touched(tree, sh
     assert other.communicate("\n", timeout=60)[0].strip() == "still works"
 
 
+@pytest.mark.ray
 @needs_ray
 def test_a_signal_ends_a_job_on_real_ray(tree, short_tmp):
     process = start_real(tree, short_tmp, "--sleep")
     check_ended_by(process, signal.SIGINT, tree, short_tmp)
 
 
+@pytest.mark.ray
 @needs_ray
 def test_a_cluster_that_runs_already_is_used_and_stays(tree, short_tmp):
     (tree.root / "bin" / "ray").unlink()

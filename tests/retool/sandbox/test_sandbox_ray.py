@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 ray = pytest.importorskip("ray")
+pytestmark = pytest.mark.ray
 
 EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "retool"
 CALLS = 48

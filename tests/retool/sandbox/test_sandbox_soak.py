@@ -134,6 +134,7 @@ def report(calls: int, levels: Levels, median: float) -> None:
     print(f"{calls:>8} calls  {median * 1000:7.2f} ms  " + "  ".join(f"{k}={v}" for k, v in levels._asdict().items()))
 
 
+@pytest.mark.soak
 @pytest.mark.filterwarnings("ignore::SyntaxWarning")
 def test_nothing_grows(monkeypatch, tmp_path):
     monkeypatch.setattr(tempfile, "tempdir", os.fspath(tmp_path))  # so that only files of this process count

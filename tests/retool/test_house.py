@@ -1,0 +1,223 @@
+"""Habits of the house: which module imports which, sizes, names, vime's own checks, and what no file may hold.
+
+Each rule is one table or one pattern here; a change that needs another rule changes the table with it.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from project import IN_VIME, MODULES, ROOT, TESTS, our_files, shown
+
+# Imports -------------------------------------------------------------------------------------------------------------
+
+# What a module of the example may import of ours, and of vime: itself and what lies below it, never what lies above.
+# A name stands for the module or the whole folder.
+MAY_IMPORT = {
+    "retool.chat": set(),
+    "retool.actions": {"retool.chat"},
+    "retool.reward": {"retool.actions", "retool.chat"},
+    "retool.engine": set(),
+    "retool.episode": {"retool.actions", "retool.chat", "retool.engine"},
+    "retool.failures": set(),
+    "retool.data_io": set(),
+    "retool.processes": set(),
+    "retool.sandbox.worker": set(),
+    "retool.sandbox.notebook": set(),
+    "retool.sandbox.policy": set(),
+    "retool.sandbox.semaphore": set(),
+    "retool.sandbox.wire": set(),
+    "retool.sandbox.results": {"retool.chat", "retool.sandbox.wire"},
+    "retool.sandbox.processes": {"retool.sandbox.results"},
+    "retool.sandbox.reviewer": {"retool.sandbox.policy", "retool.sandbox.processes", "retool.sandbox.results"},
+    "retool.sandbox.pool": {f"retool.sandbox.{name}" for name in ("policy", "processes", "results", "wire")},
+    "retool.sandbox.call": {f"retool.sandbox.{name}" for name in ("pool", "results", "wire")},
+    "tool_sandbox": {"retool.chat", "retool.sandbox"},
+    "generate_with_retool": {
+        *("tool_sandbox", "vime"),
+        *(f"retool.{name}" for name in ("actions", "chat", "engine", "episode", "failures", "reward")),
+    },
+    "sft_data_processing": {"retool.actions", "retool.chat", "retool.data_io"},
+    "rl_data_preprocess": {"retool.actions", "retool.chat", "retool.data_io"},
+    "launch": {"launch", "retool.processes"},
+    # The CPU run plays the trainer's part, so it goes through vime's rollout; nothing imports it.
+    "cpu": {"cpu", "retool", "tool_sandbox", "generate_with_retool", "vime"},
+}
+STANDARD_LIBRARY_ALONE = {
+    "retool.chat",
+    "retool.actions",
+    "retool.processes",
+    *(f"retool.sandbox.{name}" for name in ("worker", "notebook", "policy", "wire")),
+}
+
+
+def imports(path: Path) -> set[str]:
+    """Every module that a file names in an import, in functions too; `from a import b` names a and a.b."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{shown(path)}:{node.lineno}: a relative import"
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def lies_in(module: str, name: str) -> bool:
+    return module == name or module.startswith(f"{name}.")
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_go_one_way(module):
+    rules = [allowed for name, allowed in MAY_IMPORT.items() if lies_in(module, name)]
+    assert rules, f"{module} is new: say in MAY_IMPORT what it may import"
+    ours = {*(name.split(".")[0] for name in MODULES), "vime"}
+    wrong = [
+        imported
+        for imported in imports(MODULES[module])
+        if imported.split(".")[0] in ours and not any(lies_in(imported, allowed) for allowed in rules[0])
+    ]
+    assert not wrong, f"{module} imports {wrong}, and may import {sorted(rules[0])}"
+
+
+@pytest.mark.parametrize("module", sorted(STANDARD_LIBRARY_ALONE & MODULES.keys()))
+def test_pure_modules_need_the_standard_library_alone(module):
+    theirs = {name.split(".")[0] for name in imports(MODULES[module])} - {"retool", "__future__"}
+    assert theirs <= sys.stdlib_module_names
+
+
+# Sizes ---------------------------------------------------------------------------------------------------------------
+
+MAX_LINES = 600
+MAX_LINES_OF = {"generate_with_retool": 499, "tool_sandbox": 349, "retool.sandbox.worker": 700}
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_a_module_is_short_enough_to_be_read(module):
+    assert len(MODULES[module].read_text().splitlines()) <= MAX_LINES_OF.get(module, MAX_LINES)
+
+
+# Names ---------------------------------------------------------------------------------------------------------------
+
+# What code written for earlier versions of this example imports from the two modules.
+NAMES = {
+    "generate_with_retool": (
+        "generate reward_func split_prompt format_conversation_with_tools postprocess_predictions postprocess_responses"
+        " execute_predictions _parse_vllm_choice post GenerateState Sample tool_registry TOOL_CONFIGS"
+    ),
+    "tool_sandbox": "TOOL_CONFIGS SEMAPHORE PythonSandbox ToolRegistry tool_registry SandboxError",
+    "tool_sandbox.PythonSandbox": "_check_code_safety execute_code",
+    "tool_sandbox.ToolRegistry": "register_tool get_tool_specs execute_tool",
+    "tool_sandbox.tool_registry": "tools python_sandbox",
+    "tool_sandbox.tool_registry.python_sandbox": "allowed_modules",
+}
+
+
+@pytest.mark.parametrize("owner, name", [(owner, name) for owner, names in NAMES.items() for name in names.split()])
+def test_names_that_other_code_imports_are_there(owner, name):
+    module, *attributes = owner.split(".")
+    found = importlib.import_module(module)
+    for attribute in attributes:
+        found = getattr(found, attribute)
+    assert hasattr(found, name)
+
+
+# Copying into vime --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(IN_VIME, reason="the two folders were copied already")
+def test_the_two_folders_hold_nothing_beside_the_example_and_its_tests():
+    assert {path.name for path in (ROOT / "examples").iterdir()} == {"retool"}
+    assert {path.name for path in (ROOT / "tests").iterdir()} - {"__pycache__"} == {"retool"}
+
+
+@pytest.mark.skipif(IN_VIME or "VIME_ROOT" not in os.environ, reason="VIME_ROOT names no vime checkout to copy into")
+def test_copying_changes_no_file_of_vime(tmp_path):
+    vime = Path(os.environ["VIME_ROOT"])
+    for folder in ("examples", "tests"):
+        shutil.copytree(vime / folder, tmp_path / folder, symlinks=True)
+    before = contents(tmp_path)
+    subprocess.run(["cp", "-r", "examples", "tests", tmp_path], cwd=ROOT, check=True)
+    after = contents(tmp_path)
+    assert len(after) > len(before)
+    assert {name for name in before if after.get(name) != before[name]} == set()
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+# vime's checks ------------------------------------------------------------------------------------------------------
+
+PYTHON_FILES = r".*\.py"
+# Hooks of .pre-commit-config.yaml: the command of PyPI's package, and the files it is for. black, isort and ruff run in
+# the test command.
+HOOKS = {
+    "check-yaml": (["check-yaml"], r".*\.ya?ml"),
+    "check-case-conflict": (["check-case-conflict"], ".*"),
+    "detect-private-key": (["detect-private-key"], ".*"),
+    "check-added-large-files": (["check-added-large-files", "--maxkb=1000", "--enforce-all"], ".*"),
+    "requirements-txt-fixer": (["requirements-txt-fixer"], r"(.*/)?requirements[^/]*\.txt"),
+    "autoflake": (["autoflake", "--remove-all-unused-imports", "--in-place"], PYTHON_FILES),
+}
+IN_THE_TEST_COMMAND = {"ruff-check", "isort", "black"}
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_vimes_pre_commit_hooks_pass(hook, tmp_path):
+    """On a copy, as a commit of all files would see them: a hook fails, or changes what it finds."""
+    (program, *arguments), pattern = HOOKS[hook]
+    found = shutil.which(program, path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
+    if found is None:
+        pytest.skip(f"{program} is not installed: bash tests/retool/run.sh installs it")
+    names = [shown(path) for path in our_files() if re.fullmatch(pattern, shown(path))]
+    for name in names:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    before = contents(tmp_path)
+    subprocess.run(["git", "init", "--quiet"], cwd=tmp_path, check=True)
+    subprocess.run(["git", "add", "."], cwd=tmp_path, check=True)
+    result = subprocess.run([found, *arguments, *names], cwd=tmp_path, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+    after = contents(tmp_path)
+    assert [str(name) for name in before if after[name] != before[name]] == []
+
+
+@pytest.mark.skipif(IN_VIME, reason="the configuration is vime's")
+def test_every_hook_is_run_in_the_version_that_the_configuration_names():
+    configuration = (ROOT / ".pre-commit-config.yaml").read_text()
+    assert set(re.findall(r"- id: (\S+)", configuration)) == HOOKS.keys() | IN_THE_TEST_COMMAND
+    pinned = dict(re.findall(r"^([\w-]+)==(\S+)", (TESTS / "requirements.txt").read_text(), re.M))
+    for repository, revision in re.findall(r"repo: \S+/(\S+)\n +rev: v?(\S+)", configuration):
+        assert pinned[repository.removesuffix("-pre-commit")] == revision
+
+
+# What no file may hold -----------------------------------------------------------------------------------------------
+
+HOSTS = {"127.0.0.1", "localhost", "10.0.0.1"} | set(
+    "github.com arxiv.org huggingface.co download.pytorch.org www.apache.org HOST".split()
+)
+HOME_FOLDERS = r"/(?:home|Users)/(?!user\b)\w|/work/|/root/\.|/tmp/wt/"  # of a machine that the project was written on
+
+
+def texts() -> dict[str, str]:
+    return {shown(path): path.read_text(errors="replace") for path in our_files() if path != Path(__file__)}
+
+
+def test_no_file_names_a_host_of_somebodys_network():
+    for name, text in texts().items():
+        hosts = set(re.findall(r"https?://([\w.-]+)", text))
+        assert hosts <= HOSTS, name
+
+
+def test_no_file_names_a_folder_of_somebodys_machine():
+    for name, text in texts().items():
+        assert not re.search(HOME_FOLDERS, text), name
