@@ -166,8 +166,8 @@ def _code(body: str, fenced: bool) -> str:
 def _split_prose(text: str) -> Iterator[Block]:
     """The words between code and output, and the answers among them."""
     if stray := STRAY_TAG.search(text):
-        tag = stray[0].strip()
-        raise RowError(f"{tag} closes no block" if tag.startswith("</") else f"unclosed {tag} block")
+        name = stray[0].strip()
+        raise RowError(f"{name} closes no block" if name.startswith("</") else f"unclosed {name} block")
     start = 0
     while tag := ANSWER_BLOCK.search(text, start):
         end = text.find("</answer>", tag.end())
