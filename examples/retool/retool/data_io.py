@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import pyarrow.parquet as pq
 from tqdm import tqdm
@@ -36,7 +36,7 @@ class RowError(ValueError):
 
 class Row(NamedTuple):
     place: str  # "FILE row N", N counted from 1 within the file
-    data: dict | None
+    data: dict[str, Any] | None
     error: str = ""
 
 
@@ -142,7 +142,7 @@ def _parse_line(place: str, line: bytes) -> Row:
     return Row(place, data)
 
 
-def readable(row: Row) -> dict:
+def readable(row: Row) -> dict[str, Any]:
     """The row's data; raises RowError where it could not be read."""
     if row.data is None:
         raise RowError(row.error)
@@ -150,7 +150,7 @@ def readable(row: Row) -> dict:
 
 
 @contextmanager
-def atomic_output(path: Path, mode: str) -> Iterator[IO]:
+def atomic_output(path: Path, mode: str) -> Iterator[IO[Any]]:
     """Open a file beside `path` that takes its place only if the block ends without an exception.
 
     A file at `path` is then always whole: an interrupted run leaves the old one, or none.
