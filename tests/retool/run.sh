@@ -51,7 +51,9 @@ code=(examples/retool tests/retool)
 "$python" -m black --check --quiet "${code[@]}" || die "black would change files: $python -m black ${code[*]}"
 "$python" -m isort --check --quiet "${code[@]}" || die "isort would change files: $python -m isort ${code[*]}"
 "$python" -m ruff check --quiet "${code[@]}"
-"$python" -m mypy # what, and how strictly: pyproject.toml
+if grep -q '^\[tool\.mypy\]' pyproject.toml; then # in a vime checkout the file is vime's, and vime checks no types
+    "$python" -m mypy # what, and how strictly: pyproject.toml
+fi
 scripts=(examples/retool/*.sh examples/retool/*/*.sh tests/retool/run.sh)
 if [[ -e .ci/run ]]; then scripts+=(.ci/run); fi
 shellcheck "${scripts[@]}"
