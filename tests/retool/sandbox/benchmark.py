@@ -12,6 +12,7 @@ milliseconds of processor time for a clean one, several times that where .pth fi
 
 import argparse
 import asyncio
+import logging
 import os
 import statistics
 import subprocess
@@ -24,7 +25,6 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "examples" / "retool"))
 
-import tool_sandbox
 from tool_sandbox import PythonSandbox, ToolRegistry
 
 IN_FLIGHT = 32
@@ -274,5 +274,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    tool_sandbox.logger.setLevel("ERROR")
+    logging.getLogger("retool.sandbox").setLevel("ERROR")
     sys.exit(main())

@@ -24,6 +24,9 @@ from typing import NamedTuple
 
 import tool_sandbox
 from retool.sandbox import policy as sandbox_policy
+from retool.sandbox import pool, wire
+from retool.sandbox.pool import POOL
+from retool.sandbox.reviewer import REVIEWER
 
 SECONDS = 20.0  # for calls that end by themselves in milliseconds: generous, so that a busy machine changes no result
 MEMORY = "256MB"
@@ -50,21 +53,9 @@ def alone(layer: str) -> tuple[str, ...]:
     return tuple(name for name in tool_sandbox.LAYERS if name not in kept)
 
 
-@contextlib.contextmanager
-def layers_off(disabled: tuple[str, ...]):
-    before = os.environ.get("RETOOL_SANDBOX_DISABLE")
-    os.environ["RETOOL_SANDBOX_DISABLE"] = ",".join(disabled)
-    try:
-        yield
-    finally:
-        del os.environ["RETOOL_SANDBOX_DISABLE"]
-        if before is not None:
-            os.environ["RETOOL_SANDBOX_DISABLE"] = before
-
-
-def sandbox(timeout: float = SECONDS, memory=MEMORY, policy: bool = False, library: bool = False):
+def sandbox(timeout: float = SECONDS, memory=MEMORY, policy: bool = False, library: bool = False, disabled=()):
     """A PythonSandbox; without `policy` all code goes to the jail."""
-    made = tool_sandbox.PythonSandbox(timeout, memory)
+    made = tool_sandbox.PythonSandbox(timeout, memory, layers_off=disabled)
     if library:
         made.allowed_modules.add(LIBRARY)
     if not policy:
@@ -75,44 +66,30 @@ def sandbox(timeout: float = SECONDS, memory=MEMORY, policy: bool = False, libra
 def run(code: str, disabled: tuple[str, ...] = (), library: bool = False, **options) -> tool_sandbox.ToolOutput:
     if library:
         code = f"import {LIBRARY}\n{code}"
-    with layers_off(disabled):
-        return asyncio.run(sandbox(library=library, **options).execute_code(code))
+    return asyncio.run(sandbox(library=library, disabled=disabled, **options).execute_code(code))
 
 
 def request(code: str) -> bytes:
     """What the host sends to a child."""
     review = sandbox_policy.review(code, sandbox_policy.DEFAULT_MODULES)
-    return b"%d %d %d\n%b" % (*review.shown, False, code.encode())
+    return wire.request(review.shown, False, code)
 
 
 def resting_processes() -> int:
-    """Of this host: its workers, each with the process that waits outside its namespace, and children forked ahead."""
-    workers = [future.result() for future in tool_sandbox._POOL._workers.values() if future.done()]
-    return sum(2 + len(worker.spare) for worker in workers) + (tool_sandbox._REVIEWER._process is not None)
+    """Of this host: its workers, each with the process that waits outside its namespace, and pre-forked children."""
+    return sum(2 + len(worker.preforked) for worker in POOL.workers()) + (REVIEWER.process_id is not None)
 
 
-def fork_all_spares() -> None:
-    """Else there are some fewer, by chance."""
-    for future in tool_sandbox._POOL._workers.values():
-        worker = future.result()
-        worker.spare.extend(worker._fork(tool_sandbox.SPARE_CHILDREN - len(worker.spare)))
+def prefork_all() -> None:
+    """Else there are some fewer children, by chance."""
+    for worker in POOL.workers():
+        worker.preforked.extend(worker.fork(pool.PREFORKED_CHILDREN - len(worker.preforked)))
 
 
 def missing_layers(library: bool = False) -> dict[str, str]:
     """What the sandbox itself reports missing on this machine, with its reasons."""
-    reported: dict[str, str] = {}
-    original = tool_sandbox._report_layers
-
-    def report(missing: dict[str, str]) -> None:
-        reported.update(missing)
-        original(missing)
-
-    tool_sandbox._report_layers = report
-    try:
-        run("print(1)", library=library, memory=2**28 + secrets.randbelow(2**20))  # a worker that is not there yet
-    finally:
-        tool_sandbox._report_layers = original
-    return reported
+    run("print(1)", library=library, memory=2**28 + secrets.randbelow(2**20))  # a worker that is not there yet
+    return POOL.workers()[-1].missing
 
 
 def landlock_abi() -> int:

@@ -1,4 +1,4 @@
-"""Attacks on the real jail, by name. The source policy is bypassed: what is tested is the wall behind it.
+"""Attacks on the real jail, by name. The source policy is bypassed: what is tested is the jail itself.
 
 Each attack of the first part names the layers each of which stops it alone. It runs with all layers on (in a plain
 worker and in one that may read libraries), with each of those layers alone, and with none at all, which must let it
@@ -6,7 +6,7 @@ through: so an attack that fails for a reason of its own cannot pass for one tha
 up from outside (`jail.Outside`); after each attack the next call has to work and be right.
 
 The second part attacks what limits, the protocol and the host have to withstand: bombs, floods, forged replies,
-crashes, programs that refuse to end, and what an earlier call leaves behind.
+crashes, programs that refuse to end, and what an earlier call leaves.
 """
 
 import os
@@ -667,7 +667,7 @@ def test_nothing_else_stops_it(attack, world):
 
 
 def test_the_filter_alone_keeps_a_call_with_libraries_from_signals_by_descriptor(world):
-    """Landlock stops them from ABI 6 only, and such a worker has no other wall against them."""
+    """Landlock stops them from ABI 6 only, and such a worker has no other layer against them."""
     (by_own_socket,) = [attack for attack in ATTACKS if attack.name == "signal-canary-by-own-socket"]
     output = attack_it(by_own_socket, world, library=True)
     assert "REFUSED" in output and "'fcntl'" in output

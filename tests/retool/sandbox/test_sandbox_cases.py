@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 import tool_sandbox
 from retool.sandbox import policy as sandbox_policy
+from retool.sandbox.pool import FORKS_PER_REQUEST
+from retool.sandbox.reviewer import LONG_CODE_CHARS
 from tool_sandbox import PythonSandbox, SandboxError, ToolOutput, ToolRegistry
 
 CASES = Path(__file__).resolve().parents[1] / "cases"
@@ -208,8 +210,8 @@ def test_only_calls_that_could_draw_from_it_need_a_random_state_of_their_own(mod
     ],
 )
 def test_each_call_draws_its_own_numbers(code):
-    outputs = {run(code) for _ in range(2 * tool_sandbox.FORKS_AT_ONCE)}
-    assert len(outputs) == 2 * tool_sandbox.FORKS_AT_ONCE and all(output.outcome == "ok" for output in outputs)
+    outputs = {run(code) for _ in range(2 * FORKS_PER_REQUEST)}
+    assert len(outputs) == 2 * FORKS_PER_REQUEST and all(output.outcome == "ok" for output in outputs)
 
 
 @pytest.mark.parametrize("module", sorted(sandbox_policy.DEFAULT_MODULES))
@@ -318,7 +320,7 @@ def test_python_finds_what_it_imports_for_type_parameters(code):
 
 
 def test_code_beyond_the_policy_still_finds_every_module_that_it_imports(monkeypatch):
-    """The policy gives up at its first refusal; who replaces it must not lose what stands behind that."""
+    """The policy gives up at its first refusal; who replaces it must not lose what stands after that."""
     sandbox = PythonSandbox(20, "1GB")
     monkeypatch.setattr(sandbox, "_check_code_safety", lambda code: (True, ""))
     code = "eval('1')\nimport datetime\nimport random\nprint(datetime.MINYEAR, random.random() < 1)"
@@ -392,7 +394,7 @@ if __name__ == '__main__': print(__name__)
 
 
 def statements(text: str) -> list[str]:
-    """Programs, each a line with the indented lines behind it."""
+    """Programs, each a line with the indented lines after it."""
     programs = []
     for line in text.split("\n"):
         if line.startswith((" ", "\t")):
@@ -618,7 +620,7 @@ def test_review_takes_linear_time():
 
 
 def test_long_sources_are_reviewed_like_short_ones_without_holding_the_loop():
-    padding = "# " + "x" * tool_sandbox.LONG_CODE_CHARS + "\n"
+    padding = "# " + "x" * LONG_CODE_CHARS + "\n"
 
     for code in ("import os", "print(6 * 7)", "x = 1\nx + 1", "1 +", "x = '\ud800'"):
         short, long = run(code), run(padding + code)
@@ -690,7 +692,7 @@ def test_a_users_own_tool():
         registry.register_tool("a", spec("b"))
 
 
-def test_a_failing_handler_is_a_failure_of_the_machinery():
+def test_a_failing_handler_is_an_infrastructure_error():
     registry = ToolRegistry()
 
     async def broken(arguments):

@@ -19,6 +19,8 @@ import pytest
 import tool_sandbox
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from retool.sandbox import pool
+from retool.sandbox.results import Reply, observation
 
 SEED = int(os.environ.get("RETOOL_FUZZ_SEED", "1"))
 ROUNDS = int(os.environ.get("RETOOL_FUZZ_ROUNDS", "60"))
@@ -56,11 +58,11 @@ def check_next_call(label: str) -> None:
     most=st.integers(500, MOST),
 )
 def test_any_records_make_an_observation(records, most):
-    reply = tool_sandbox._Reply(keep=4 * most)
+    reply = Reply(keep=4 * most)
     for record in records:
         if reply.add(record):
             break
-    output = tool_sandbox._observation(reply, timeout=1.0, memory_bytes=2**28, most=most)
+    output = observation(reply, timeout=1.0, memory_bytes=2**28, most=most)
     assert output.outcome in OUTCOMES and len(output) <= most
     output.encode()
 
@@ -96,7 +98,7 @@ def test_random_records_from_a_call_harm_neither_host_nor_worker():
 
 @pytest.fixture
 def worker():
-    made = tool_sandbox._start_worker(tool_sandbox._WorkerKey(False, (), 2**28, ()))
+    made = pool.start_worker(pool.WorkerKey(False, (), 2**28))
     yield made
     made.close()
 
@@ -156,7 +158,7 @@ def test_calls_that_are_closed_at_random_moments_leave_nothing(worker):
         time.sleep(draw.random() * 0.005)
         connection.close()
     assert not worker.is_dead()
-    assert jail.settles(lambda: len(jail.descendants(process)) <= 1 + len(worker.spare))
+    assert jail.settles(lambda: len(jail.descendants(process)) <= 1 + len(worker.preforked))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -190,8 +192,8 @@ def run_with_rogue_worker(monkeypatch, tmp_path, seed: str, start: bytes) -> lis
     """What calls get from a worker that starts with `start` and goes on with anything."""
     script = tmp_path / "rogue.py"
     script.write_text(ROGUE.format(seed=seed, start=start, letters=LETTERS))
-    monkeypatch.setattr(tool_sandbox, "WORKER_FILE", script)
-    monkeypatch.setattr(tool_sandbox, "START_SECONDS", 1.0)
+    monkeypatch.setattr(pool, "WORKER_FILE", script)
+    monkeypatch.setattr(pool, "MAX_START_SECONDS", 1.0)
 
     async def calls():
         sandbox = jail.sandbox(timeout=0.3)
@@ -203,16 +205,14 @@ def run_with_rogue_worker(monkeypatch, tmp_path, seed: str, start: bytes) -> lis
 @pytest.fixture
 def no_workers():
     """Rogue workers neither meet those of other tests nor stay."""
-    tool_sandbox._POOL.close()
+    tool_sandbox.shutdown()
     before = len(os.listdir("/proc/self/fd"))
     yield
-    tool_sandbox._POOL.close()
+    tool_sandbox.shutdown()
     assert jail.settles(lambda: len(os.listdir("/proc/self/fd")) <= before), "descriptors remain"
 
 
-def test_a_worker_that_sends_anything_is_an_observation_or_a_failure_of_the_machinery(
-    monkeypatch, tmp_path, no_workers
-):
+def test_a_worker_that_sends_anything_is_an_observation_or_an_infrastructure_error(monkeypatch, tmp_path, no_workers):
     for label, seed in seeds("rogue worker", ROUNDS // 4):
         start = time.monotonic()
         for result in run_with_rogue_worker(monkeypatch, tmp_path, seed, b'{"missing": {}}'):
@@ -220,7 +220,7 @@ def test_a_worker_that_sends_anything_is_an_observation_or_a_failure_of_the_mach
                 assert isinstance(result, tool_sandbox.ToolOutput), (label, result)
                 check(result, label)
         assert time.monotonic() - start < 30, label
-        tool_sandbox._POOL.close()
+        tool_sandbox.shutdown()
     monkeypatch.undo()
     check_next_call("after rogue workers")
 
@@ -230,7 +230,7 @@ def test_a_worker_that_sends_anything_is_an_observation_or_a_failure_of_the_mach
     [b"", b"\xff\xfe", b"{", b"[]", b"1", b'"failure"', b"{}", b'{"missing": 5}', b'{"missing": null}', b"[" * 60000],
     ids=lambda start: repr(start[:20]),
 )
-def test_a_worker_that_starts_with_nonsense_is_a_failure_of_the_machinery(monkeypatch, tmp_path, no_workers, start):
+def test_a_worker_that_starts_with_nonsense_is_an_infrastructure_error(monkeypatch, tmp_path, no_workers, start):
     results = run_with_rogue_worker(monkeypatch, tmp_path, "start", start)
     assert [type(result) for result in results] == [tool_sandbox.SandboxError] * 3
     monkeypatch.undo()

@@ -1,4 +1,4 @@
-"""The machinery around a call: limits, cancellation, deaths, forks, two loops, and that nothing is left behind."""
+"""What is around a call: limits, cancellation, deaths, forks, two loops, and that nothing is left behind."""
 
 import asyncio
 import contextlib
@@ -16,6 +16,11 @@ from pathlib import Path
 import jail
 import pytest
 import tool_sandbox
+from retool.sandbox import policy as sandbox_policy
+from retool.sandbox import pool
+from retool.sandbox.pool import POOL
+from retool.sandbox.reviewer import REVIEWER
+from retool.sandbox.semaphore import ProcessSemaphore
 from tool_sandbox import PythonSandbox, SandboxError, ToolRegistry
 
 EXAMPLE = Path(tool_sandbox.__file__).parent
@@ -67,8 +72,7 @@ def descriptors() -> int:
 
 def worker_process() -> int:
     """The process that forks: the only child of the one that waits outside its namespace, or that one itself."""
-    (future,) = [f for f in tool_sandbox._POOL._workers.values() if f.done()][:1]
-    outer = future.result().process.pid
+    outer = POOL.workers()[0].process.pid
     table = parents()
     inner = [process for process, (parent, _) in table.items() if parent == outer]
     if len(inner) == 1:
@@ -79,13 +83,10 @@ def worker_process() -> int:
 @pytest.fixture(autouse=True)
 def fresh_workers():
     """Each test starts and ends without workers, and leaves no process and no descriptor."""
-    tool_sandbox._POOL.close()
-    tool_sandbox._REVIEWER.close()
-    tool_sandbox._review.cache_clear()
+    tool_sandbox.shutdown()
     before = descriptors(), processes()
     yield
-    tool_sandbox._POOL.close()
-    tool_sandbox._REVIEWER.close()
+    tool_sandbox.shutdown()
     assert settled(processes, before[1]) == before[1]
     assert settled(descriptors, before[0]) <= before[0]
 
@@ -102,7 +103,7 @@ def run_host(code: str, *arguments: str, **environment: str) -> subprocess.Compl
 
 
 def test_semaphore_bounds_all_loops_together_and_forgets_none():
-    semaphore = tool_sandbox._ProcessSemaphore(3)
+    semaphore = ProcessSemaphore(3)
     inside, most, lock, done = 0, 0, threading.Lock(), []
 
     async def use():
@@ -124,12 +125,12 @@ def test_semaphore_bounds_all_loops_together_and_forgets_none():
         thread.start()
     for thread in threads:
         thread.join(20)
-    assert len(done) == 3 and most == 3 and semaphore._free == 3 and not semaphore._waiting
+    assert len(done) == 3 and most == 3 and semaphore.free == 3 and not semaphore.waiting
 
 
 @pytest.mark.parametrize("steps", range(6))
 def test_semaphore_survives_cancellation_at_every_step(steps):
-    semaphore = tool_sandbox._ProcessSemaphore(1)
+    semaphore = ProcessSemaphore(1)
 
     async def use():
         async with semaphore:
@@ -148,11 +149,11 @@ def test_semaphore_survives_cancellation_at_every_step(steps):
         await asyncio.wait_for(use(), 5)
 
     asyncio.run(scenario())
-    assert semaphore._free == 1 and not semaphore._waiting
+    assert semaphore.free == 1 and not semaphore.waiting
 
 
 def test_semaphore_passes_over_a_loop_that_was_closed_with_a_task_waiting():
-    semaphore = tool_sandbox._ProcessSemaphore(1)
+    semaphore = ProcessSemaphore(1)
 
     async def use():
         async with semaphore:
@@ -241,15 +242,15 @@ def test_two_loops_in_two_threads_share_the_workers():
         thread.join(60)
     for name in ("a", "b"):
         assert answers[name] == [f"Output:\n{name} {i}" for i in range(60)]
-    assert len(tool_sandbox._POOL._workers) == 1
+    assert len(POOL.workers()) == 1
 
 
 def test_workers_outlive_the_loop_that_started_them():
     sandbox = PythonSandbox(20, "1GB")
     assert asyncio.run(sandbox.execute_code("print(1)")) == "Output:\n1"
-    (first,) = tool_sandbox._POOL._workers.values()
+    (first,) = POOL.workers()
     assert asyncio.run(sandbox.execute_code("print(2)")) == "Output:\n2"
-    (second,) = tool_sandbox._POOL._workers.values()
+    (second,) = POOL.workers()
     assert first is second
 
 
@@ -303,7 +304,7 @@ def test_nothing_grows_over_many_calls_of_every_kind(monkeypatch, tmp_path):
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def state():
-        jail.fork_all_spares()
+        jail.prefork_all()
         return descriptors(), processes(), len(list(tmp_path.iterdir())), threading.active_count()
 
     asyncio.run(batch())
@@ -357,8 +358,8 @@ def test_cancellation_at_every_await_leaves_nothing(code):
             await asyncio.sleep(delay)
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-        assert tool_sandbox.SEMAPHORE._free == tool_sandbox.TOOL_CONFIGS["tool_concurrency"]
-        assert not tool_sandbox._POOL._calls
+        assert tool_sandbox.SEMAPHORE.free == tool_sandbox.TOOL_CONFIGS["tool_concurrency"]
+        assert POOL.calls == 0
         assert await registry.execute_tool("code_interpreter", {"code": "print(3)"}) == "Output:\n3"
 
     asyncio.run(scenario())
@@ -410,7 +411,7 @@ def test_a_call_that_goes_wrong_harms_no_other(code):
     asyncio.run(scenario())
 
 
-def test_a_call_whose_worker_dies_is_a_failure_of_the_machinery_and_the_next_one_works():
+def test_a_call_whose_worker_dies_is_an_infrastructure_error_and_the_next_one_works():
     sandbox = PythonSandbox(20, "1GB")
 
     async def scenario():
@@ -446,20 +447,20 @@ def test_waiting_children_that_died_cost_no_call():
         return processes(worker)
 
     for _ in range(3):
-        jail.fork_all_spares()
+        jail.prefork_all()
         assert settled(left_alive, 0) == 0
         assert asyncio.run(sandbox.execute_code("print(2)")) == "Output:\n2"
     assert worker_process() == worker
 
 
 def test_a_worker_that_does_not_respond_is_replaced_and_the_call_sent_again(monkeypatch):
-    monkeypatch.setattr(tool_sandbox, "START_SECONDS", 1.0)
+    monkeypatch.setattr(pool, "MAX_START_SECONDS", 1.0)
     sandbox = PythonSandbox(0.5, "1GB")
 
     async def scenario():
         await sandbox.execute_code("print(1)")
-        (future,) = tool_sandbox._POOL._workers.values()
-        outer = future.result().process.pid
+        (worker,) = POOL.workers()
+        outer = worker.process.pid
 
         def stopped() -> bool:
             for process in descendants(outer) | {outer}:  # more while the worker still forks
@@ -479,7 +480,7 @@ def test_a_worker_that_cannot_start_is_an_error_each_time_and_recovers(monkeypat
     with monkeypatch.context() as patch:
         broken = tmp_path / "worker.py"
         broken.write_text("raise SystemExit(1)")
-        patch.setattr(tool_sandbox, "WORKER_FILE", broken)
+        patch.setattr(pool, "WORKER_FILE", broken)
         for _ in range(2):
             with pytest.raises(SandboxError, match="failed to start"):
                 asyncio.run(sandbox.execute_code("print(1)"))
@@ -510,14 +511,13 @@ LONG = "# " + "x" * 2000 + "\nprint(1)"
 def fragile_reviewer(monkeypatch, tmp_path):
     script = tmp_path / "reviewer.py"
     script.write_text(FRAGILE_REVIEWER)
-    monkeypatch.setattr(tool_sandbox.sandbox_policy, "__file__", str(script))
+    monkeypatch.setattr(sandbox_policy, "__file__", str(script))
 
 
 def test_a_source_that_crashes_the_reviewer_is_refused_and_other_failures_are_not_its_fault(fragile_reviewer):
     sandbox = PythonSandbox(20, "1GB")
     for _ in range(2):
         assert asyncio.run(sandbox.execute_code(LONG)) == "Output:\n1"
-        tool_sandbox._review.cache_clear()
         assert asyncio.run(sandbox.execute_code(f"{LONG}\n# CRASH")).outcome == "refused"
         for word, status in (("STOP", 3), ("HALF", 4)):
             with pytest.raises(SandboxError, match=f"exit status {status}"):
@@ -534,7 +534,7 @@ def test_a_host_may_fork_while_a_source_is_reviewed(fragile_reviewer):
         await asyncio.sleep(0.3)  # its review waits for an answer now
         process = os.fork()
         if process == 0:
-            os._exit(tool_sandbox._REVIEWER._process is not None)
+            os._exit(REVIEWER.process_id is not None)
         ended = await asyncio.to_thread(settled, lambda: os.waitpid(process, os.WNOHANG), (process, 0))
         if ended == (0, 0):
             os.kill(process, signal.SIGKILL)
@@ -548,8 +548,9 @@ def test_a_host_may_fork_while_a_source_is_reviewed(fragile_reviewer):
 def test_a_reviewer_that_died_between_two_sources_is_replaced_unnoticed():
     sandbox = PythonSandbox(20, "1GB")
     assert asyncio.run(sandbox.execute_code(LONG)) == "Output:\n1"
-    os.kill(tool_sandbox._REVIEWER._process.pid, signal.SIGKILL)
-    assert settled(tool_sandbox._REVIEWER._process.poll, -signal.SIGKILL) == -signal.SIGKILL
+    reviewer = REVIEWER.process_id
+    os.kill(reviewer, signal.SIGKILL)
+    assert settled(lambda: parents()[reviewer][1], "Z") == "Z"
     assert asyncio.run(sandbox.execute_code(LONG + "\n#")) == "Output:\n1"
 
 
@@ -572,8 +573,8 @@ def test_everything_ends_with_a_killed_host():
     assert len(started) >= 4
     host.kill()
     host.communicate()
-    gone = settled(lambda: [p for p in started if parents().get(p, (0, "Z"))[1] != "Z"], [])
-    assert gone == []
+    left = settled(lambda: [p for p in started if parents().get(p, (0, "Z"))[1] != "Z"], [])
+    assert left == []
 
 
 def test_a_forked_host_starts_workers_of_its_own():
@@ -586,7 +587,7 @@ def test_a_forked_host_starts_workers_of_its_own():
         try:
             answer = asyncio.run(sandbox.execute_code("print(2)"))
             mine = worker_process()
-            tool_sandbox._POOL.close()
+            tool_sandbox.shutdown()
             os.write(writer, f"{answer!r} {mine != parent}".encode())
         finally:
             os._exit(0)
@@ -655,21 +656,21 @@ def test_a_call_is_told_of_its_time_and_its_end_in_a_host_that_ignores_and_block
 @pytest.mark.parametrize("when", ["the source is there", "the child waits"])
 def test_a_child_that_cannot_confine_itself_names_the_step_and_the_error(monkeypatch, tmp_path, when):
     """No library limits calls like this one: the worker's own file is changed so that one step fails."""
-    source = Path(tool_sandbox.WORKER_FILE).read_text()
+    source = pool.WORKER_FILE.read_text()
     step = '("setpgid", partial(os.setpgid, 0, 0))'
     assert source.count(step) == 1
     broken = tmp_path / "broken_worker.py"
     broken.write_text(source.replace(step, '("setpgid", partial(os.setpgid, 0, 1 << 22))'))
-    monkeypatch.setattr(tool_sandbox, "WORKER_FILE", broken)
+    monkeypatch.setattr(pool, "WORKER_FILE", broken)
     if when == "the child waits":
-        take = tool_sandbox._Worker.take
+        take = pool.Worker.take
 
         def late(worker):
             connection = take(worker)
             time.sleep(0.3)  # its child has ended by now
             return connection
 
-        monkeypatch.setattr(tool_sandbox._Worker, "take", late)
+        monkeypatch.setattr(pool.Worker, "take", late)
     with pytest.raises(SandboxError, match=r"could not start the call: setpgid: .*(not permitted|No such process)"):
         asyncio.run(PythonSandbox(20, "1GB").execute_code("print(1)"))
 
@@ -695,27 +696,25 @@ def test_the_hosts_own_memory_decides_nothing():
 
 
 def test_least_used_workers_go_when_there_are_too_many(monkeypatch):
-    monkeypatch.setattr(tool_sandbox, "MOST_WORKERS", 2)
+    monkeypatch.setattr(pool, "MAX_WORKERS", 2)
     for size in range(100, 600, 100):
         assert asyncio.run(PythonSandbox(20, f"{size}MB").execute_code("print(1)")) == "Output:\n1"
-    assert settled(lambda: len(tool_sandbox._POOL._workers), 2) == 2
+    assert settled(lambda: len(POOL.workers()), 2) == 2
 
 
-@pytest.mark.parametrize("layer", [*tool_sandbox.LAYERS, ",".join(tool_sandbox.LAYERS)])
-def test_calls_work_with_layers_missing(monkeypatch, layer):
-    monkeypatch.setenv("RETOOL_SANDBOX_DISABLE", layer)
-    sandbox = PythonSandbox(20, "1GB")
+@pytest.mark.parametrize("layers", [*[[name] for name in tool_sandbox.LAYERS], tool_sandbox.LAYERS], ids=",".join)
+def test_calls_work_with_layers_missing(layers):
+    sandbox = PythonSandbox(20, "1GB", layers_off=layers)
     assert asyncio.run(sandbox.execute_code("import random\nprint(random.random() < 1)")) == "Output:\nTrue"
     assert asyncio.run(sandbox.execute_code("print(1)\nraise ValueError")).outcome == "error"
-    assert asyncio.run(PythonSandbox(0.3, "1GB").execute_code(BUSY)).outcome == "timeout"
+    assert asyncio.run(PythonSandbox(0.3, "1GB", layers_off=layers).execute_code(BUSY)).outcome == "timeout"
 
 
 @pytest.mark.parametrize("layer", tool_sandbox.LAYERS)
 def test_strict_makes_a_missing_layer_an_error_that_names_it(monkeypatch, layer):
-    monkeypatch.setenv("RETOOL_SANDBOX_DISABLE", layer)
     monkeypatch.setenv("RETOOL_SANDBOX_STRICT", "1")
     with pytest.raises(SandboxError, match=rf"lacks.*{layer} \(switched off\)"):
-        asyncio.run(PythonSandbox(20, "1GB").execute_code("print(1)"))
+        asyncio.run(PythonSandbox(20, "1GB", layers_off=[layer]).execute_code("print(1)"))
 
 
 def test_layers_are_logged_in_one_line_that_names_what_is_missing():
@@ -723,11 +722,11 @@ def test_layers_are_logged_in_one_line_that_names_what_is_missing():
         import asyncio, logging, tool_sandbox
         logging.basicConfig(level=logging.INFO, format="%(name)s %(levelname)s %(message)s")
         for _ in range(2):
-            asyncio.run(tool_sandbox.PythonSandbox(20, "1GB").execute_code("print(1)"))
-            tool_sandbox._POOL.close()
+            asyncio.run(tool_sandbox.PythonSandbox(20, "1GB", layers_off=["landlock"]).execute_code("print(1)"))
+            tool_sandbox.shutdown()
     """
-    lines = run_host(code, RETOOL_SANDBOX_DISABLE="landlock").stderr.splitlines()
-    assert len(lines) == 1 and lines[0].startswith("tool_sandbox WARNING sandbox layers: ")
+    lines = run_host(code).stderr.splitlines()
+    assert len(lines) == 1 and lines[0].startswith("retool.sandbox.pool WARNING sandbox layers: ")
     assert "landlock (switched off)" in lines[0] and "limits" in lines[0].partition("missing")[0]
 
 

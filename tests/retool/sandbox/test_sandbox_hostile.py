@@ -1,7 +1,7 @@
 """Programs that attack the call itself: bombs, floods, forged replies, crashes, refusals to end, traps, and spying.
 
 The source policy is bypassed, all layers are on. Each program runs beside a neighbour that has to come through
-unharmed; it has to end in time with a clear outcome and never as a failure of the machinery; no process of it may
+unharmed; it has to end in time with a clear outcome and never as an infrastructure error; no process of it may
 remain; and the next call has to work. The bombs are bounded, so that not even a jail without walls would fell the
 machine.
 """
@@ -16,6 +16,7 @@ from typing import NamedTuple
 import jail
 import pytest
 import tool_sandbox
+from retool.sandbox.pool import PREFORKED_CHILDREN
 
 pytestmark = pytest.mark.skipif(jail.COLUMN is None, reason="no table of system calls for this machine's architecture")
 
@@ -638,8 +639,8 @@ keep = Leak()
 
 
 @pytest.mark.parametrize("change, look, shown", CHANGES.values(), ids=CHANGES)
-def test_what_a_call_changes_is_gone_in_the_next(change, look, shown):
-    for _ in range(2 * tool_sandbox.SPARE_CHILDREN):  # those forked before the change, and those after
+def test_what_a_call_changes_is_undone_in_the_next(change, look, shown):
+    for _ in range(2 * PREFORKED_CHILDREN):  # those forked before the change, and those after
         jail.run(change)
         assert jail.run(look) == f"Output:\n{shown}"
 

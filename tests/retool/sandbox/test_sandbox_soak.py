@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import jail
 import pytest
-import tool_sandbox
+from retool.sandbox.pool import FIRST_PRIVATE_USER
 
 CALLS = int(os.environ.get("RETOOL_SOAK_CALLS", "3000"))
 IN_FLIGHT = 16
@@ -74,7 +74,7 @@ def files_of_workers() -> int:
     for folder in filter(os.path.isdir, ("/tmp", "/var/tmp", "/dev/shm")):
         for entry in os.scandir(folder):
             with contextlib.suppress(OSError):
-                found += entry.stat(follow_symlinks=False).st_uid >= tool_sandbox.FIRST_PRIVATE_USER
+                found += entry.stat(follow_symlinks=False).st_uid >= FIRST_PRIVATE_USER
     return found
 
 
@@ -95,7 +95,7 @@ def descriptors(pid: int) -> int:
 
 def resting_workers() -> set[int]:
     """The processes that stay: below this one, without children that end by themselves in a moment."""
-    jail.fork_all_spares()
+    jail.prefork_all()
     jail.settles(lambda: len(jail.descendants(os.getpid())) == jail.resting_processes())
     return jail.descendants(os.getpid())
 

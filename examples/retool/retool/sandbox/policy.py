@@ -1,7 +1,7 @@
 """What the host has to know of a source before it runs: may it, and how. Read off the syntax tree, never off the text.
 
-This is the first layer of the sandbox and not its wall: it turns away what a model tries by habit, with words that say
-what may be used instead, and leaves the rest to the jail (``worker.py``). It takes linear time, recurses
+This is the first layer of the sandbox, advisory and not a security boundary: it turns away what a model tries by habit,
+with words that say what may be used instead, and leaves the rest to the jail (``worker.py``). It takes linear time, recurses
 nowhere, imports nothing that the source names beyond a fixed set of standard modules, and turns every way in which the
 parser fails into a result. Python's parser needs a millisecond for a kilobyte and holds the interpreter meanwhile, so
 the host has longer sources reviewed by a process of its own: this file, run as a program.
@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 MAX_CODE_BYTES = 60_000
 MAX_ANNOTATION_CHARS = 500  # of a type written as a string
-MESSAGE_CHARS = 1000
+MAX_MESSAGE_CHARS = 1000
 SOURCE_NAME = "<code>"
 # Mathematics and what goes with it. None of these gives files, processes or the interpreter away by a public name but
 # for those that are refused below. Not in it: sys, os, io (opens files), types (builds code), inspect, gc, threading.
@@ -111,7 +111,7 @@ def review(code: str, allowed: Set[str]) -> Review:
 
 def _describe(error: SyntaxError) -> str:
     text = "".join(traceback.format_exception_only(type(error), error)).strip("\n")
-    return text.replace(f'  File "{SOURCE_NAME}", line ', "line ", 1)[:MESSAGE_CHARS]
+    return text.replace(f'  File "{SOURCE_NAME}", line ', "line ", 1)[:MAX_MESSAGE_CHARS]
 
 
 def _refusal(nodes: list[ast.AST], allowed: Set[str]) -> str:
@@ -126,6 +126,7 @@ def _last_expression(code: str, tree: ast.Module) -> tuple[int, int]:
     if not tree.body or not isinstance(tree.body[-1], ast.Expr):
         return 0, 0
     last, source = tree.body[-1], code.encode()
+    assert last.end_lineno is not None and last.end_col_offset is not None  # the parser sets both
     return _position(source, last.lineno, last.col_offset), _position(source, last.end_lineno, last.end_col_offset)
 
 
@@ -138,16 +139,16 @@ def _position(source: bytes, line: int, column: int) -> int:
 
 def _imports(nodes: list[ast.AST]) -> tuple[str, ...]:
     """Also what Python imports by itself when the code comes to a name or a construct that needs it."""
-    modules = set()
+    modules: set[str] = set()
     for node in nodes:
-        kind = node.__class__
-        if kind is ast.Import:
+        if isinstance(node, ast.Import):
             modules.update(alias.name for alias in node.names)
-        elif kind is ast.ImportFrom:
+        elif isinstance(node, ast.ImportFrom):
             modules.update([node.module or "", *[DATE_PARSER for alias in node.names if alias.name == "strptime"]])
-        elif (kind is ast.Attribute and node.attr == "strptime") or (kind is ast.Name and node.id == "strptime"):
-            modules.add(DATE_PARSER)
-        elif kind in GENERIC and getattr(node, "type_params", None):  # from Python 3.12 on
+        elif isinstance(node, (ast.Attribute, ast.Name)):
+            if (node.attr if isinstance(node, ast.Attribute) else node.id) == "strptime":
+                modules.add(DATE_PARSER)
+        elif node.__class__ in GENERIC and getattr(node, "type_params", None):  # from Python 3.12 on
             modules.add("typing")
     return tuple(modules)
 
@@ -405,7 +406,7 @@ class _PolicyCheck:
     def check_function(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
         self.check_annotation(node.returns)
 
-    CHECKS: dict[type, Callable] = {
+    CHECKS: dict[type, Callable[..., None]] = {
         ast.Import: check_import,
         ast.ImportFrom: check_import_from,
         ast.Assign: check_assign,

@@ -1,91 +1,56 @@
 """The jail: a worker that confines itself once, then forks one child for each call.
 
-This is the only file of the sandbox that runs inside it. It uses the standard library alone. The host
-(``tool_sandbox.py``) calls its ``main`` in a new ``python -I -S`` with next to no environment; the last argument is
-the descriptor of the worker's end of the control socket.
+This file and ``notebook.py``, which is handed to ``main`` and runs a call in its child, are all of the sandbox that
+runs inside it. Both use the standard library alone and import nothing of the project. The host (``pool.py``) calls
+``main`` in a new ``python -I -S`` with next to no environment; the last argument is the descriptor of the worker's end
+of the control socket.
 
     host -- control (SEQPACKET) --------------> worker   its settings, marshalled; answered by the text of a dict
-         -- control: b"F" + descriptors ------> worker   fork a child for each, which owns this descriptor
-         -- call (SEQPACKET, the descriptor) -> child    one record: three numbers (`run_call`), the source
-         <- call ------------------------------ child    records: a letter, then bytes (below)
-         <- call ------------------------------ worker   b"X" + exit status, after the child was reaped
-         <- call ------------------------------ child    b"S" + text, where it could not confine itself
+         -- control: FORK + descriptors ------> worker   fork a child for each, which owns this descriptor
+         -- call (SEQPACKET, the descriptor) -> child    one record: three numbers and the source
+         <- call ------------------------------ child    records: a letter, then bytes
+         <- call ------------------------------ worker   STATUS + exit status, after the child was reaped
     host shuts its sending side of the call --> worker   the time is up: the child is told to flush its output
     host closes the call ---------------------> worker   the child's process group is killed
     host closes control, or dies -------------> worker   everything is killed, the worker ends
-
-Records of a child: ``o`` output and ``e`` errors as they come, then one of ``D`` (ended well), ``E`` + text (ended
-with an exception) and ``M`` + text (ran out of memory).
 
 Invariants. A child is confined before it reads a byte of its request, so whatever runs there runs under every layer.
 The source goes from the host to that child alone: the worker's memory, which later children inherit, never holds it. A
 child holds one descriptor, its own call. The worker has one thread and runs nothing that came from a call.
 
-Layers, in the order they are set up. W: once in the worker. C: in every child, where the layer also parts the child
-from the worker and from its siblings; what it needs is built once in the worker.
-    namespaces    W  pid, net, ipc, uts, cgroup, mount (and user, if the host is not root); the root is an empty tmpfs
-    user          W  a user id of this worker's own, if the host is root
-    capabilities  W  none, in any set; securebits locked
-    no_new_privs  W  and not dumpable: nobody else of the same user can trace it or read its memory
-    limits        WC address space, no core, no files, no processes
-    landlock      C  no path below /, no TCP, no signal and no abstract socket across the border of the call
-    seccomp       WC a list of allowed system calls in the worker; a short list of those that a child may not use
+The layers of the jail, where each holds and what it needs, are the table `LAYERS`, which `confine` walks.
 
 A worker that brings libraries along (numpy, ...) may read below the library directories, for what they import late; a
 plain one has loaded everything beforehand, and no system call that takes a path is allowed at all.
 """
 
-import builtins
-import codecs
 import contextlib
 import ctypes
 import gc
-import importlib
-import io
 import marshal
 import os
 import resource
 import select
 import signal
+import socket
 import struct
 import sys
 import traceback
 import types
 from collections import namedtuple
+from collections.abc import Callable
 from functools import partial
 
-import _socket as socket  # its C half: with the other, and `selectors`, each fork would be slower by a thirtieth
+# What the host has under the same names in ``wire.py``.
+MAX_REQUEST_BYTES = 1 << 16
+MAX_FORKS = 64
+FORK, STATUS, NOT_CONFINED = b"F", b"X", b"S"
 
-# `random` would seed itself anew in each child, from 2500 random bytes; `seed` below does it at a third of the cost,
-# and only for calls that may draw from it.
-_register_at_fork, os.register_at_fork = os.register_at_fork, lambda **_: None
-import random
-
-os.register_at_fork = _register_at_fork
-
-RECORD_BYTES = 16384  # the largest record of a child; the host reads one record per system call
-REQUEST_BYTES = 1 << 16  # the largest that the host sends
-MOST_FORKS = 64  # that the host may ask for at once; more would be closed unread, and their calls sent again
 SETUP_FAILED = 70  # exit status of a child that could not confine itself; its source stays unread
-CHATTY_RECORDS = 64  # records after which output is flushed by a timer and no longer at each line
-FLUSH_SECONDS = 0.05
 CHILD_NICE = 5  # at least; with 19, children pile up half done while others start: a tenth fewer calls a second
-CHILD_DESCRIPTORS = 16  # numbers that a child may use; those of open descriptors may be higher
-TRACEBACK_CALLS = 8
-MESSAGE_CHARS = 2000
-SOURCE_NAME = "<code>"
+MAX_CHILD_DESCRIPTORS = 16  # numbers that a child may use; those of open descriptors may be higher
 
-# What `re`, `random`, `traceback` and Python itself (for long integers) import late, each in some version. No path can
-# be opened then, so it is loaded beforehand.
-LATE_MODULES = ("unicodedata", "_sha2", "_pylong", "_colorize", "linecache", "tokenize")
-LATE_CODECS = (
-    "ascii latin-1 utf-8 utf-8-sig utf-16 utf-16-le utf-16-be utf-32 utf-32-le utf-32-be utf-7 cp437 cp1252"
-    " unicode_escape raw_unicode_escape punycode".split()
-)
-
-
-# What the host wants of this worker: the first record on the control socket. (Not a typing.NamedTuple: that module
-# alone would make each fork slower by a thirtieth.)
+# What the host wants of this worker: the first record on the control socket.
 Settings = namedtuple(
     "Settings",
     (
@@ -95,7 +60,7 @@ Settings = namedtuple(
         "readable",  # directories that calls with libraries may read, for late imports
         "memory_bytes",  # what one call may add to the worker's own address space
         "user_id",  # for a host that is root
-        "disabled",  # layers to leave out; for tests
+        "layers_off",  # to leave out; for tests
     ),
 )
 
@@ -204,7 +169,7 @@ def _filter(machine: str, rules: list[tuple[dict, int]], forbidden_bits: dict, o
 
 
 def _worker_filter(machine: str, reads_libraries: bool) -> _Program:
-    rules = [(CHILD_CALLS, RET_ALLOW), (WORKER_CALLS, RET_ALLOW), (CLONE3, RET_ERRNO | ENOSYS)]
+    rules: list[tuple[dict, int]] = [(CHILD_CALLS, RET_ALLOW), (WORKER_CALLS, RET_ALLOW), (CLONE3, RET_ERRNO | ENOSYS)]
     bits = NO_NATIVE_CODE | NO_WRITING
     if reads_libraries:
         rules.append((LIBRARY_CALLS, RET_ALLOW))
@@ -216,11 +181,13 @@ def _child_filter(machine: str) -> _Program:
     return _filter(machine, [(WORKER_CALLS, RET_ERRNO | EPERM)], {}, otherwise=RET_ALLOW)
 
 
+_PROGRAMS: list[_Program] = []
+
+
 def _installer(program: _Program) -> partial:
     """What a process calls to have the filter; 0: it has it."""
-    install = partial(_libc.prctl, PR_SET_SECCOMP, 2, ctypes.addressof(program), 0, 0)
-    install.program = program  # lives as long as its address is in use
-    return install
+    _PROGRAMS.append(program)  # lives as long as its address is in use
+    return partial(_libc.prctl, PR_SET_SECCOMP, 2, ctypes.addressof(program), 0, 0)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -263,11 +230,51 @@ def _library_directories(paths: list[str]) -> list[str]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Layers that are set up once, in the worker
+# The layers of the jail
 
 
-def enter_namespaces(control: socket.socket) -> None:
-    """Leave the host's namespaces: the caller goes on as first process of its own, a waiting parent stays behind."""
+class Confinement:
+    """What the steps of the table share. They leave here what a child has to take before it reads its request.
+
+    Attributes:
+        missing: layers that do not hold, and why.
+        steps, last_steps: of a child, before and after its descriptors are closed (Landlock's ruleset is one). Pairs
+            of a name and a call, bound to its arguments once, as what a child looks up is pages to copy. A call that
+            raises, or returns something else than nothing or 0, ends the child, which says the name.
+        epoll, ended: what the worker waits on; readable when a child has ended.
+    """
+
+    epoll: select.epoll
+    ended: int
+
+    def __init__(self, control: socket.socket, settings: Settings, notebook: types.ModuleType):
+        self.control, self.settings, self.notebook = control, settings, notebook
+        self.missing = {name: "switched off" for name in settings.layers_off}
+        self.readable: list[str] = []
+        self.ruleset: int | None = None
+        self.steps: list[tuple[str, Callable[[], object]]] = []
+        self.last_steps: list[tuple[str, Callable[[], object]]] = []
+
+
+def confine(confinement: Confinement) -> None:
+    """Set up every layer that this machine has; `confinement.missing` gets a reason for each that does not hold."""
+    for layer in LAYERS:
+        lacks = [need for need in layer.needs if need in confinement.missing]
+        if layer.name in confinement.missing:
+            continue
+        if lacks:
+            confinement.missing[layer.name] = f"{lacks[0]} is missing"
+            continue
+        try:
+            layer.step(confinement)
+        except (Missing, OSError) as error:
+            if not layer.name:
+                raise
+            confinement.missing[layer.name] = str(error)
+
+
+def enter_namespaces(confinement: Confinement) -> None:
+    """Leave the host's namespaces: the caller goes on as first process of its own, a parent that only waits stays."""
     user, group = os.getuid(), os.getgid()
     flags = CLONE_NEWNS | CLONE_NEWCGROUP | CLONE_NEWUTS | CLONE_NEWIPC | CLONE_NEWPID | CLONE_NEWNET
     if user != 0:
@@ -279,13 +286,15 @@ def enter_namespaces(control: socket.socket) -> None:
                 file.write(text)
     inner = os.fork()
     if inner:
-        control.close()  # its end of file is how the host learns that the worker died
+        confinement.control.close()  # its end of file is how the host learns that the worker died
         os.waitpid(inner, 0)
         os._exit(0)
 
 
-def hide_files() -> None:
-    """Make an empty, read-only tmpfs the root; nothing is loaded from files after this."""
+def hide_files(confinement: Confinement) -> None:
+    """Make an empty, read-only tmpfs the root, unless libraries have to be found; nothing else is loaded after this."""
+    if confinement.settings.libraries:
+        return
     _check(_libc.mount(None, b"/", None, MS_REC | MS_PRIVATE, None), "mount private")
     flags = MS_RDONLY | MS_NOSUID | MS_NODEV | MS_NOEXEC
     _check(_libc.mount(b"tmpfs", b"/tmp", b"tmpfs", flags, b"size=4k,nr_inodes=2"), "mount tmpfs")
@@ -294,16 +303,87 @@ def hide_files() -> None:
     os.chdir("/")
 
 
-def change_user(user_id: int, readable: list[str]) -> None:
-    """Become `user_id` for good, unless it could not read what this worker still has to read."""
+def preload(confinement: Confinement) -> None:
+    confinement.notebook.preload(confinement.settings)
+
+
+def listen(confinement: Confinement) -> None:
+    """Open what the worker waits on, which its filter of system calls will not let it do.
+
+    A descriptor becomes readable when a child ends; a Python handler would have to be undone in each child. What the
+    host ignores or blocks is inherited: children of a host that ignores SIGCHLD would leave no exit status, and those
+    of one that blocks SIGALRM or SIGUSR1 would never flush.
+    """
+    signal.signal(signal.SIGALRM, confinement.notebook.flush)
+    signal.signal(signal.SIGUSR1, confinement.notebook.time_is_up)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, {signal.SIGCHLD})
+    signals = struct.pack("=Q", 1 << (signal.SIGCHLD - 1)).ljust(128, b"\0")
+    confinement.ended = _check(_libc.signalfd(-1, signals, SFD_NONBLOCK | SFD_CLOEXEC), "signalfd")
+    confinement.epoll = select.epoll()
+    confinement.epoll.register(confinement.control, select.EPOLLIN)
+    confinement.epoll.register(confinement.ended, select.EPOLLIN)
+
+
+def forbid_new_privileges(_confinement: Confinement) -> None:
+    _prctl(PR_SET_NO_NEW_PRIVS, 1)
+
+
+def give_way(confinement: Confinement) -> None:
+    """To the trainer and its loop: in a shortage of memory, and when a child wakes up. No layer, so only a wish.
+
+    A child gives way by niceness too, yet is never starved. Ray's workers are nicer than this already, and nobody but
+    root may take niceness back.
+    """
+    confinement.steps.append(("setpgid", partial(os.setpgid, 0, 0)))
+    if os.getpriority(os.PRIO_PROCESS, 0) < CHILD_NICE:
+        confinement.steps.append(("setpriority", partial(os.setpriority, os.PRIO_PROCESS, 0, CHILD_NICE)))
+    with contextlib.suppress(OSError):
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+        file.write("1000")
+
+
+def restrict_files(confinement: Confinement) -> None:
+    """Build Landlock's ruleset here, for children to take on."""
+    if confinement.settings.libraries:
+        confinement.readable = _library_directories(confinement.settings.readable)
+    confinement.ruleset, abi = _ruleset(confinement.readable)
+    flags = QUIET if abi >= QUIET_FROM_ABI else 0
+    restrict = partial(_libc.syscall, SYS_LANDLOCK_RESTRICT, confinement.ruleset, flags, 0, 0, 0)
+    confinement.steps.append(("landlock", restrict))
+
+
+def at_most(name: int, value: int) -> int:
+    """`value`, or the hard limit that this process was started under: a limit can be lowered, never raised."""
+    hard = resource.getrlimit(name)[1]
+    return value if hard == resource.RLIM_INFINITY else min(value, hard)
+
+
+def limit_resources(confinement: Confinement) -> None:
+    """What children inherit. The address space counts from what the worker itself has mapped."""
+    with open("/proc/self/statm", "rb") as statm:
+        mapped = int(statm.read().split()[0]) * resource.getpagesize()
+    limit = at_most(resource.RLIMIT_AS, mapped + confinement.settings.memory_bytes)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    for name in ("CORE", "FSIZE", "MEMLOCK", "MSGQUEUE"):
+        resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (0, 0))
+    for name, most in (("NPROC", 0), ("NOFILE", at_most(resource.RLIMIT_NOFILE, MAX_CHILD_DESCRIPTORS))):
+        number = getattr(resource, f"RLIMIT_{name}")
+        confinement.steps.append((f"RLIMIT_{name}", partial(resource.setrlimit, number, (most, most))))
+
+
+def change_user(confinement: Confinement) -> None:
+    """Become a user of this worker's own for good, unless it could not read what this worker still has to read."""
     if os.getuid() != 0:
         return
+    user_id = confinement.settings.user_id
     try:
         os.setgroups([])
         os.setresgid(user_id, user_id, user_id)
         os.seteuid(user_id)
         try:
-            for path in readable:
+            for path in confinement.readable:
                 os.listdir(path)
         except OSError as error:
             os.seteuid(0)
@@ -315,7 +395,7 @@ def change_user(user_id: int, readable: list[str]) -> None:
         raise Missing(f"still root, {error}") from None
 
 
-def drop_capabilities() -> None:
+def drop_capabilities(_confinement: Confinement) -> None:
     """Empty every capability set; securebits and the bounding set only where there was something to lose."""
     for capability in range(64):
         if _libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0) != 0:
@@ -325,90 +405,58 @@ def drop_capabilities() -> None:
     _check(_libc.capset(header, none), "capset")
 
 
-def at_most(name: int, value: int) -> int:
-    """`value`, or the hard limit that this process was started under: a limit can be lowered, never raised."""
-    hard = resource.getrlimit(name)[1]
-    return value if hard == resource.RLIM_INFINITY else min(value, hard)
+def end_with_parent(confinement: Confinement) -> None:
+    """Each child with the worker, and the worker with the process that waits outside its namespace, which is what the
+    host kills. After the change of user, which clears the wish."""
+    if os.getpid() == 1:  # of a namespace: its children end with it in any case
+        _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        return
+    confinement.steps.append(("PDEATHSIG", partial(_libc.prctl, PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)))
+    confinement.steps.append(("getppid", partial(_is_orphan, os.getpid())))
 
 
-def limit_resources(memory_bytes: int) -> None:
-    """What children inherit. The address space counts from what the worker itself has mapped."""
-    with open("/proc/self/statm", "rb") as statm:
-        mapped = int(statm.read().split()[0]) * resource.getpagesize()
-    limit = at_most(resource.RLIMIT_AS, mapped + memory_bytes)
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    for name in ("CORE", "FSIZE", "MEMLOCK", "MSGQUEUE"):
-        resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (0, 0))
+def _is_orphan(worker: int) -> bool:
+    """Whether the worker died before its child could ask for a signal then: nobody would end this call."""
+    return os.getppid() != worker
 
 
-def give_way() -> None:
-    """To the trainer and its loop: in a shortage of memory, and when a child wakes up. No layer, so only a wish."""
-    with contextlib.suppress(OSError):
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-        file.write("1000")
+def hide_memory(_confinement: Confinement) -> None:
+    """From other processes of the same user. Hides /proc/self from this one too, so not earlier."""
+    _prctl(PR_SET_DUMPABLE, 0)
 
 
-# What a child calls: `steps` and, when its descriptors are closed (Landlock's ruleset is one), `last_steps`. They are
-# pairs of a name and a call, bound to its arguments once, as what a child looks up is pages to copy. A call that
-# raises, or returns something else than nothing or 0, ends the child, which says the name.
-Confinement = namedtuple("Confinement", ("steps", "last_steps", "ruleset"))
-
-
-def confine(settings: Settings, missing: dict[str, str]) -> Confinement:
-    """Set up the worker's own layers and bind the children's; `missing` gets a reason for each that does not hold."""
-
-    def layer(name, step, *arguments):
-        if name in missing:
-            return None
-        try:
-            return step(*arguments)
-        except (Missing, OSError) as error:
-            missing[name] = str(error)
-            return None
-
-    layer("no_new_privs", _prctl, PR_SET_NO_NEW_PRIVS, 1)
-    niceness = os.getpriority(os.PRIO_PROCESS, 0)  # no call of the filter's, so not later
-    if "no_new_privs" in missing:  # they need it
-        missing.update(dict.fromkeys({"landlock", "seccomp"} - missing.keys(), "no_new_privs is missing"))
-    give_way()
-    readable = _library_directories(settings.readable) if settings.libraries else []
-    ruleset, abi = layer("landlock", _ruleset, readable) or (None, 0)
-    layer("limits", limit_resources, settings.memory_bytes)
-    if not settings.libraries:
-        layer("namespaces", hide_files)
-    layer("user", change_user, settings.user_id, readable)
-    layer("capabilities", drop_capabilities)
-    if os.getpid() == 1:  # of a namespace: the parent that waits outside is what the host kills. Not before the user
-        _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # has changed, which clears it
-    _prctl(PR_SET_DUMPABLE, 0)  # hides /proc/self from this process too, so not earlier
+def filter_calls(confinement: Confinement) -> None:
     machine = os.uname().machine
     if machine not in AUDIT_ARCHITECTURES:
-        missing.setdefault("seccomp", f"no table of system calls for {machine}")
-    if "seccomp" not in missing:
-        filter_calls = _installer(_worker_filter(machine, reads_libraries=bool(readable) and ruleset is not None))
-        layer("seccomp", lambda: _check(filter_calls(), "seccomp"))
-    steps = [("setpgid", partial(os.setpgid, 0, 0))]
-    # A child gives way to the trainer and its loop, yet is never starved. Ray's workers are nicer than this already,
-    # and nobody but root may take niceness back.
-    if niceness < CHILD_NICE:
-        steps.append(("setpriority", partial(os.setpriority, os.PRIO_PROCESS, 0, CHILD_NICE)))
-    if os.getpid() != 1:  # else it ends with the worker, the first process of its namespace, in any case
-        steps.append(("PDEATHSIG", partial(_libc.prctl, PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)))
-        steps.append(("getppid", partial(_is_orphan, os.getpid())))
-    if "limits" not in missing:
-        descriptors = at_most(resource.RLIMIT_NOFILE, CHILD_DESCRIPTORS)
-        for name, most in (("NPROC", 0), ("NOFILE", descriptors)):
-            limit = getattr(resource, f"RLIMIT_{name}")
-            steps.append((f"RLIMIT_{name}", partial(resource.setrlimit, limit, (most, most))))
-    if ruleset is not None:
-        flags = QUIET if abi >= QUIET_FROM_ABI else 0
-        steps.append(("landlock", partial(_libc.syscall, SYS_LANDLOCK_RESTRICT, ruleset, flags, 0, 0, 0)))
-    last_steps = [] if "seccomp" in missing else [("seccomp", _installer(_child_filter(machine)))]
-    return Confinement(steps, last_steps, ruleset)
+        raise Missing(f"no table of system calls for {machine}")
+    reads_libraries = bool(confinement.readable) and confinement.ruleset is not None
+    _check(_installer(_worker_filter(machine, reads_libraries))(), "seccomp")
+    confinement.last_steps.append(("seccomp", _installer(_child_filter(machine))))
 
 
-def _take(steps: list[tuple], call: int) -> None:
+# name: as the host knows it (``wire.LAYERS``). where: W, once in the worker; C, in every child, where the layer also
+# parts the child from the worker and from its siblings; what it needs is built once in the worker. needs: layers
+# without which it is void or refused. step: sets it up. In the order in which they are set up; rows without a name are
+# no layers, but have their place in this order.
+Layer = namedtuple("Layer", ("name", "where", "needs", "step"))
+LAYERS = (
+    Layer("namespaces", "W", (), enter_namespaces),  # pid, net, ipc, uts, cgroup, mount; user, if the host is not root
+    Layer("", "W", (), preload),
+    Layer("", "W", (), listen),
+    Layer("no_new_privs", "W", (), forbid_new_privileges),
+    Layer("", "WC", (), give_way),
+    Layer("landlock", "C", ("no_new_privs",), restrict_files),  # no path, no TCP, no signal across the call's border
+    Layer("limits", "WC", (), limit_resources),  # address space, no core, no files, no processes
+    Layer("namespaces", "W", (), hide_files),
+    Layer("user", "W", (), change_user),  # a user id of this worker's own, if the host is root
+    Layer("capabilities", "W", (), drop_capabilities),
+    Layer("", "WC", (), end_with_parent),
+    Layer("", "W", (), hide_memory),
+    Layer("seccomp", "WC", ("no_new_privs",), filter_calls),  # the calls that are allowed; fewer of them in a child
+)
+
+
+def take_steps(steps: list[tuple], call: int) -> None:
     """Every step, or the end of this child, with a record that names the step and its error."""
     for name, step in steps:
         try:
@@ -417,172 +465,16 @@ def _take(steps: list[tuple], call: int) -> None:
             reason = os.strerror(ctypes.get_errno())
         except (OSError, ValueError) as error:
             reason = str(error)
-        os.write(call, f"S{name}: {reason}".encode())
+        os.write(call, NOT_CONFINED + f"{name}: {reason}".encode())
         os._exit(SETUP_FAILED)
 
 
-def _is_orphan(worker: int) -> bool:
-    """Whether the worker died before its child could ask for a signal then: nobody would end this call."""
-    return os.getppid() != worker
-
-
 # ---------------------------------------------------------------------------------------------------------------------
-# One call, in its child
-
-
-class _Records(io.RawIOBase):
-    """The raw end of a text stream: each write becomes one record of the call."""
-
-    def __init__(self, letter: bytes):
-        self.letter, self.call, self.count = letter, -1, 0
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, data) -> int:
-        chunk = bytes(data[: RECORD_BYTES - 1])
-        os.write(self.call, self.letter + chunk)
-        self.count += 1
-        if self.count == CHATTY_RECORDS:
-            signal.setitimer(signal.ITIMER_REAL, FLUSH_SECONDS, FLUSH_SECONDS)
-        return len(chunk)
-
-
-def _text_stream(letter: bytes) -> io.TextIOWrapper:
-    buffer = io.BufferedWriter(_Records(letter), 8192)
-    return io.TextIOWrapper(buffer, encoding="utf-8", errors="backslashreplace", newline="\n", line_buffering=True)
-
-
-# Made once: new stream objects in each child would cost it a tenth of a millisecond.
-STDOUT, STDERR = _text_stream(b"o"), _text_stream(b"e")
-
-
-def _flush(*_signal) -> None:
-    """Send what is buffered. A line costs a record of its own only up to CHATTY_RECORDS; then this runs by timer."""
-    for stream in (STDOUT, STDERR):
-        try:
-            if stream.line_buffering and stream.buffer.raw.count >= CHATTY_RECORDS:
-                stream.reconfigure(line_buffering=False)
-            stream.flush()
-        except (RuntimeError, ValueError, OSError):
-            pass  # interrupted in the middle of a write: the next tick sends it
-
-
-def _time_is_up(*_signal) -> None:
-    _flush()
-    os._exit(0)
-
-
-def _shorten(text: str, most: int) -> str:
-    return text if len(text) <= most else f"{text[: most // 2]} ... {text[-most // 2 :]}"
-
-
-def describe(error: BaseException, source: str) -> str:
-    """A short traceback in the code's own line numbers; frames of libraries are left out, deep recursion is cut."""
-    lines = source.split("\n")
-    calls = [
-        (frame.f_code.co_name, number)
-        for frame, number in traceback.walk_tb(error.__traceback__)
-        if frame.f_code.co_filename == SOURCE_NAME
-    ]
-    shown = []
-    for position, (name, number) in enumerate(calls):
-        if len(calls) > TRACEBACK_CALLS and TRACEBACK_CALLS // 2 <= position < len(calls) - TRACEBACK_CALLS // 2:
-            if position == TRACEBACK_CALLS // 2:
-                shown.append(f"  ... {len(calls) - 2 * (TRACEBACK_CALLS // 2)} more calls ...")
-            continue
-        text = lines[number - 1].strip() if number and number <= len(lines) else ""
-        shown.append(f"  line {number}, in {name}\n    {_shorten(text, 200)}")
-    heading = ["Traceback (most recent call last):"] if shown else []
-    message = "".join(traceback.format_exception_only(type(error), error)).rstrip("\n")
-    message = message.replace(f'  File "{SOURCE_NAME}", line ', "  line ")
-    return "\n".join([*heading, *shown, _shorten(message, MESSAGE_CHARS)])
-
-
-def execute(shown: tuple[int, int], source: bytes, namespace: dict) -> tuple[bytes, str]:
-    """Run the code as a notebook cell, which shows a last expression's value: (letter of the last record, its text).
-
-    `shown`: where that expression is. So the child needs no syntax tree, which would take as long to build as all the
-    rest of a short call.
-
-    Text is compiled, never bytes: those may name an encoding in a comment, and then be another program than the one
-    that the host has checked.
-    """
-    start, end = shown
-    try:
-        body = source[:start].rstrip(b" \t\n\\;") if end else source
-        program = compile(body.decode(), SOURCE_NAME, "exec", dont_inherit=True)
-        value = None
-        if end:
-            lines_before = b"\n" * source.count(b"\n", 0, start)
-            expression = b"%b(%b\n)" % (lines_before, source[start:end])
-            value = compile(expression.decode(), SOURCE_NAME, "eval", dont_inherit=True)
-        exec(program, namespace)
-        if value is not None:
-            sys.displayhook(eval(value, namespace))
-    except SystemExit as error:
-        if error.code not in (None, 0):
-            return b"E", f"SystemExit: {_shorten(str(error.code), MESSAGE_CHARS)}"
-    except MemoryError as error:
-        namespace.clear()  # what the code holds may leave no memory to say so
-        return b"M", describe(error, source.decode())
-    except BaseException as error:
-        return b"E", describe(error, source.decode())
-    return b"D", ""
-
-
-def run_call(call: socket.socket, namespace: dict, random_states: list) -> None:
-    """Read the request from `call`, run it, send the records. The process ends behind this.
-
-    A request is a line and the source. In the line are the first and the last byte of a last expression whose value is
-    to be shown (0 0: there is none), and whether the code may draw random numbers (0 or 1).
-    """
-    request = call.recv(REQUEST_BYTES)
-    if not request:
-        return  # the host has no use for this child any more
-    STDOUT.buffer.raw.call = STDERR.buffer.raw.call = call.fileno()
-    try:
-        numbers, _, source = request.partition(b"\n")
-        start, end, draws = map(int, numbers.split())
-        if draws:
-            seed(random_states)
-        letter, text = execute((start, end), source, namespace)
-    except MemoryError:
-        letter, text = b"M", "MemoryError"
-    except BaseException as error:  # the description itself failed, in an exception's own methods for example
-        letter, text = b"E", type(error).__name__
-    _flush()
-    os.write(call.fileno(), letter + text.encode("utf-8", "backslashreplace")[: RECORD_BYTES - 1])
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The worker
-
-
-def preload(settings: Settings) -> None:
-    """Import everything that calls may need, and warm up what is slow when used for the first time."""
-    sys.stdin, sys.stdout, sys.stderr = None, STDOUT, STDERR
-    sys.path.extend(settings.paths)
-    for name in (*settings.modules, *LATE_MODULES, *settings.libraries):
-        try:
-            module = importlib.import_module(name)
-        except ImportError:
-            continue  # not there, or not on this Python: the code that imports it is told so
-        for attribute in dir(module) if name in settings.libraries else ():
-            try:
-                getattr(module, attribute)  # numpy and scipy import their parts when they are first asked for
-            except Exception:
-                pass  # the library's own matter
-    for name in LATE_CODECS:
-        codecs.lookup(name)
-    if not settings.libraries:
-        sys.path.clear()  # nothing there can be opened later; the import machinery shall not try
-    builtins.exit = builtins.quit = sys.exit
-    if hasattr(sys, "set_int_max_str_digits"):
-        sys.set_int_max_str_digits(0)  # number theory prints long integers; the clock bounds what that costs
-    execute((0, 0), b"print(*(x for x in ()), end='')", {})
-    execute((0, 4), b"None", {})
-
+# Speed: what only makes a fork, and what is written after it, cheaper; nothing else depends on it. The measure is the
+# page faults of a child that runs a program of two lines: 249, and without one of these
+#     fill_pools                                   272
+#     gc.freeze, malloc_trim                       253
+#     collections.namedtuple instead of typing's   258
 
 POOL_BYTES, POOL_HEADER_BYTES = 1 << 14, 48  # of CPython's allocator, which has pools for each size of small objects
 
@@ -610,34 +502,13 @@ def leave_little_to_copy() -> list:
     return filling
 
 
-def random_states() -> list:
-    """Every generator that Python code holds, for children to seed."""
-    return [state for state in gc.get_objects() if isinstance(state, random.Random)]
-
-
-def seed(states: list) -> None:
-    """Give this child random states of its own."""
-    for state in states:
-        random.Random.seed(state, int.from_bytes(os.urandom(32), "little"))
-    if "numpy.random" in sys.modules:
-        numbers = struct.unpack("=8I", os.urandom(32))  # left to itself, numpy takes a millisecond to find some
-        sys.modules["numpy.random"].seed(numbers)
-
-
-def child_signals() -> int:
-    """A descriptor that becomes readable when a child ends; a Python handler would have to be undone in each child.
-
-    What the host ignores or blocks is inherited: children of a host that ignores SIGCHLD would leave no exit status,
-    and those of one that blocks SIGALRM or SIGUSR1 would never flush."""
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_SETMASK, {signal.SIGCHLD})
-    signals = struct.pack("=Q", 1 << (signal.SIGCHLD - 1)).ljust(128, b"\0")
-    return _check(_libc.signalfd(-1, signals, SFD_NONBLOCK | SFD_CLOEXEC), "signalfd")
+# ---------------------------------------------------------------------------------------------------------------------
+# The worker
 
 
 def receive_calls(control: socket.socket) -> tuple[bytes, list[socket.socket]]:
     """A request, empty at the end, and the calls that it is for."""
-    request, ancillary, _, _ = control.recvmsg(16, socket.CMSG_SPACE(MOST_FORKS * struct.calcsize("i")))
+    request, ancillary, _, _ = control.recvmsg(16, socket.CMSG_SPACE(MAX_FORKS * struct.calcsize("i")))
     calls = []
     for level, kind, data in ancillary:
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
@@ -649,26 +520,19 @@ def receive_calls(control: socket.socket) -> tuple[bytes, list[socket.socket]]:
 class Worker:
     """The loop that forks, kills and reaps; it is never blocked by a call and never looks into one."""
 
-    def __init__(self, control: socket.socket):
-        self.control = control
+    def __init__(self, confinement: Confinement):
+        self.confinement, self.control = confinement, confinement.control
+        self.epoll, self.ended = confinement.epoll, confinement.ended
         # Where calls run: dataclasses and typing look names up there.
         self.main_module = sys.modules["__main__"] = types.ModuleType("__main__")
-        self.random_states = random_states()
+        self.random_states = confinement.notebook.random_states()
         # By descriptor: the worker's copy of it, the child's process id.
         self.calls: dict[int, tuple[socket.socket, int]] = {}
         self.descriptors: dict[int, int] = {}  # by process id
-        signal.signal(signal.SIGALRM, _flush)
-        signal.signal(signal.SIGUSR1, _time_is_up)
-        self.ended = child_signals()
-        self.epoll = select.epoll()
-        self.epoll.register(control, select.EPOLLIN)
-        self.epoll.register(self.ended, select.EPOLLIN)
+        self.highest_own = max(self.epoll.fileno(), self.control.fileno(), self.ended, confinement.ruleset or 0)
 
-    def serve(self, confinement: Confinement) -> None:
+    def serve(self) -> None:
         """Until the host closes the control socket or dies."""
-        self.confinement = confinement
-        own = self.epoll.fileno(), self.control.fileno(), self.ended, confinement.ruleset or 0
-        self.highest_own = max(own)
         while True:
             events = dict(self.epoll.poll())
             forks, ended = events.pop(self.control.fileno(), 0), events.pop(self.ended, 0)
@@ -697,7 +561,7 @@ class Worker:
             if process == 0:
                 try:
                     self.become_child(call.fileno(), highest)
-                    run_call(call, self.main_module.__dict__, self.random_states)
+                    self.confinement.notebook.run_call(call, self.main_module.__dict__, self.random_states)
                     os._exit(0)
                 finally:
                     os._exit(SETUP_FAILED)
@@ -712,10 +576,10 @@ class Worker:
 
     def become_child(self, call: int, highest: int) -> None:
         """Every page that this writes to is copied for the child, so it is short."""
-        _take(self.confinement.steps, call)
+        take_steps(self.confinement.steps, call)
         os.closerange(0, call)
         os.closerange(call + 1, highest + 1)
-        _take(self.confinement.last_steps, call)
+        take_steps(self.confinement.last_steps, call)
 
     def host_moved(self, descriptor: int, event: int) -> None:
         """The host closed a call (or died), or has shut its sending side to say that the time is up."""
@@ -769,28 +633,24 @@ class Worker:
                         return
                 except BlockingIOError:
                     pass
-            call.send(b"X%d" % status, socket.MSG_DONTWAIT)
+            call.send(STATUS + b"%d" % status, socket.MSG_DONTWAIT)
         except OSError:
             pass  # the host has its answer, or is not reading
 
 
-def main() -> None:
+def main(notebook: types.ModuleType) -> None:
+    """`notebook`: the module of that name, which runs a call in its child."""
     control = socket.socket(fileno=int(sys.argv.pop()))
-    settings = Settings(**marshal.loads(control.recv(REQUEST_BYTES)))
+    settings = Settings(**marshal.loads(control.recv(MAX_REQUEST_BYTES)))
     try:
-        missing = {name: "switched off" for name in settings.disabled}
-        if "namespaces" not in missing:
-            try:
-                enter_namespaces(control)
-            except (Missing, OSError) as error:
-                missing["namespaces"] = str(error)
-        preload(settings)
-        worker = Worker(control)
-        confinement = confine(settings, missing)
-        worker.filling = leave_little_to_copy()
+        confinement = Confinement(control, settings, notebook)
+        confine(confinement)
+        worker = Worker(confinement)
+        filling = leave_little_to_copy()
     except BaseException:
         control.send(repr({"failure": traceback.format_exc()[-4000:]}).encode("utf-8", "backslashreplace"))
         raise
-    control.send(repr({"missing": missing}).encode("utf-8", "backslashreplace"))
-    worker.serve(confinement)
+    control.send(repr({"missing": confinement.missing}).encode("utf-8", "backslashreplace"))
+    worker.serve()
+    del filling
     os._exit(0)

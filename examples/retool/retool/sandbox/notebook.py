@@ -1,0 +1,226 @@
+"""What a child of the worker does with its call: runs the source as a notebook cell and sends what comes of it.
+
+The worker (``worker.py``) is handed this module. Both run inside the jail, use the standard library alone and import
+nothing of the project.
+
+Records of a child: OUTPUT and ERRORS as they come, then one of DONE, RAISED + text (ended with an exception) and
+NO_MEMORY + text (ran out of memory).
+"""
+
+import builtins
+import codecs
+import gc
+import importlib
+import io
+import os
+import random
+import signal
+import socket
+import struct
+import sys
+import traceback
+
+# What the host has under the same names in ``wire.py``.
+MAX_RECORD_BYTES = 16384
+MAX_REQUEST_BYTES = 1 << 16
+OUTPUT, ERRORS, DONE, RAISED, NO_MEMORY = b"o", b"e", b"D", b"E", b"M"
+
+CHATTY_RECORDS = 64  # records after which output is flushed by a timer and no longer at each line
+FLUSH_SECONDS = 0.05
+MAX_TRACEBACK_CALLS = 8
+MAX_MESSAGE_CHARS = 2000
+SOURCE_NAME = "<code>"
+
+# What `re`, `random`, `traceback` and Python itself (for long integers) import late, each in some version. No path can
+# be opened then, so it is loaded beforehand.
+LATE_MODULES = ("unicodedata", "_sha2", "_pylong", "_colorize", "linecache", "tokenize")
+LATE_CODECS = (
+    "ascii latin-1 utf-8 utf-8-sig utf-16 utf-16-le utf-16-be utf-32 utf-32-le utf-32-be utf-7 cp437 cp1252"
+    " unicode_escape raw_unicode_escape punycode".split()
+)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Before any call, in the worker
+
+
+def preload(settings) -> None:
+    """Import everything that calls may need, and warm up what is slow when used for the first time.
+
+    `settings`: the worker's.
+    """
+    sys.stdin, sys.stdout, sys.stderr = None, STDOUT, STDERR
+    sys.path.extend(settings.paths)
+    for name in (*settings.modules, *LATE_MODULES, *settings.libraries):
+        try:
+            module = importlib.import_module(name)
+        except ImportError:
+            continue  # not there, or not on this Python: the code that imports it is told so
+        for attribute in dir(module) if name in settings.libraries else ():
+            try:
+                getattr(module, attribute)  # numpy and scipy import their parts when they are first asked for
+            except Exception:
+                pass  # the library's own matter
+    for name in LATE_CODECS:
+        codecs.lookup(name)
+    if not settings.libraries:
+        sys.path.clear()  # nothing there can be opened later; the import machinery shall not try
+    builtins.exit = builtins.quit = sys.exit  # type: ignore[assignment]
+    if hasattr(sys, "set_int_max_str_digits"):
+        sys.set_int_max_str_digits(0)  # number theory prints long integers; the clock bounds what that costs
+    execute((0, 0), b"print(*(x for x in ()), end='')", {})
+    execute((0, 4), b"None", {})
+
+
+def random_states() -> list:
+    """Every generator that Python code holds, for children to seed."""
+    return [state for state in gc.get_objects() if isinstance(state, random.Random)]
+
+
+def seed(states: list) -> None:
+    """Give this child random states of its own."""
+    for state in states:
+        random.Random.seed(state, int.from_bytes(os.urandom(32), "little"))
+    if "numpy.random" in sys.modules:
+        numbers = struct.unpack("=8I", os.urandom(32))  # left to itself, numpy takes a millisecond to find some
+        sys.modules["numpy.random"].seed(numbers)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Output
+
+
+class _Records(io.RawIOBase):
+    """The raw end of a text stream: each write becomes one record of the call."""
+
+    def __init__(self, letter: bytes):
+        self.letter, self.call, self.count = letter, -1, 0
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data) -> int:
+        chunk = bytes(data[: MAX_RECORD_BYTES - 1])
+        os.write(self.call, self.letter + chunk)
+        self.count += 1
+        if self.count == CHATTY_RECORDS:
+            signal.setitimer(signal.ITIMER_REAL, FLUSH_SECONDS, FLUSH_SECONDS)
+        return len(chunk)
+
+
+def _text_stream(letter: bytes) -> io.TextIOWrapper:
+    buffer = io.BufferedWriter(_Records(letter), 8192)
+    return io.TextIOWrapper(buffer, encoding="utf-8", errors="backslashreplace", newline="\n", line_buffering=True)
+
+
+# Made once: new stream objects in each child would cost it a tenth of a millisecond.
+STDOUT, STDERR = _text_stream(OUTPUT), _text_stream(ERRORS)
+
+
+def flush(*_signal) -> None:
+    """Send what is buffered. A line costs a record of its own only up to CHATTY_RECORDS; then this runs by timer."""
+    for stream in (STDOUT, STDERR):
+        try:
+            if stream.line_buffering and stream.buffer.raw.count >= CHATTY_RECORDS:  # type: ignore[attr-defined]
+                stream.reconfigure(line_buffering=False)
+            stream.flush()
+        except (RuntimeError, ValueError, OSError):
+            pass  # interrupted in the middle of a write: the next tick sends it
+
+
+def time_is_up(*_signal) -> None:
+    flush()
+    os._exit(0)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Errors
+
+
+def _shorten(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[: most // 2]} ... {text[-most // 2 :]}"
+
+
+def describe(error: BaseException, source: str) -> str:
+    """A short traceback in the code's own line numbers; frames of libraries are left out, deep recursion is cut."""
+    lines = source.split("\n")
+    calls = [
+        (frame.f_code.co_name, number)
+        for frame, number in traceback.walk_tb(error.__traceback__)
+        if frame.f_code.co_filename == SOURCE_NAME
+    ]
+    shown = []
+    for position, (name, number) in enumerate(calls):
+        if (
+            len(calls) > MAX_TRACEBACK_CALLS
+            and MAX_TRACEBACK_CALLS // 2 <= position < len(calls) - MAX_TRACEBACK_CALLS // 2
+        ):
+            if position == MAX_TRACEBACK_CALLS // 2:
+                shown.append(f"  ... {len(calls) - 2 * (MAX_TRACEBACK_CALLS // 2)} more calls ...")
+            continue
+        text = lines[number - 1].strip() if number and number <= len(lines) else ""
+        shown.append(f"  line {number}, in {name}\n    {_shorten(text, 200)}")
+    heading = ["Traceback (most recent call last):"] if shown else []
+    message = "".join(traceback.format_exception_only(type(error), error)).rstrip("\n")
+    message = message.replace(f'  File "{SOURCE_NAME}", line ', "  line ")
+    return "\n".join([*heading, *shown, _shorten(message, MAX_MESSAGE_CHARS)])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The cell
+
+
+def execute(shown: tuple[int, int], source: bytes, namespace: dict) -> tuple[bytes, str]:
+    """Run the code as a notebook cell, which shows a last expression's value: (letter of the last record, its text).
+
+    `shown`: where that expression is. So the child needs no syntax tree, which would take as long to build as all the
+    rest of a short call.
+
+    Text is compiled, never bytes: those may name an encoding in a comment, and then be another program than the one
+    that the host has checked.
+    """
+    start, end = shown
+    try:
+        body = source[:start].rstrip(b" \t\n\\;") if end else source
+        program = compile(body.decode(), SOURCE_NAME, "exec", dont_inherit=True)
+        value = None
+        if end:
+            lines_before = b"\n" * source.count(b"\n", 0, start)
+            expression = b"%b(%b\n)" % (lines_before, source[start:end])
+            value = compile(expression.decode(), SOURCE_NAME, "eval", dont_inherit=True)
+        exec(program, namespace)
+        if value is not None:
+            sys.displayhook(eval(value, namespace))
+    except SystemExit as error:
+        if error.code not in (None, 0):
+            return RAISED, f"SystemExit: {_shorten(str(error.code), MAX_MESSAGE_CHARS)}"
+    except MemoryError as error:
+        namespace.clear()  # what the code holds may leave no memory to say so
+        return NO_MEMORY, describe(error, source.decode())
+    except BaseException as error:
+        return RAISED, describe(error, source.decode())
+    return DONE, ""
+
+
+def run_call(call: socket.socket, namespace: dict, random_states: list) -> None:
+    """Read the request from `call`, run it, send the records. The process ends after this.
+
+    A request is a line and the source. In the line are the first and the last byte of a last expression whose value is
+    to be shown (0 0: there is none), and whether the code may draw random numbers (0 or 1).
+    """
+    request = call.recv(MAX_REQUEST_BYTES)
+    if not request:
+        return  # the host has no use for this child any more
+    STDOUT.buffer.raw.call = STDERR.buffer.raw.call = call.fileno()  # type: ignore[attr-defined]
+    try:
+        numbers, _, source = request.partition(b"\n")
+        start, end, draws = map(int, numbers.split())
+        if draws:
+            seed(random_states)
+        letter, text = execute((start, end), source, namespace)
+    except MemoryError:
+        letter, text = NO_MEMORY, "MemoryError"
+    except BaseException as error:  # the description itself failed, in an exception's own methods for example
+        letter, text = RAISED, type(error).__name__
+    flush()
+    os.write(call.fileno(), letter + text.encode("utf-8", "backslashreplace")[: MAX_RECORD_BYTES - 1])

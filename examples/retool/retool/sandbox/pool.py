@@ -1,0 +1,339 @@
+"""The process's workers: started when first needed, shared by all loops and threads, replaced when in doubt.
+
+A worker (``worker.py``) is confined once and forks a child for each call. The host pre-forks some, so that a call does
+not wait for its fork, and keeps their sockets; a call is one socket, and closing it is what kills its child.
+
+Invariant. A worker has its place in the table and its calls are counted under one lock, so that none is retired while a
+call is on its way to it.
+"""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import atexit
+import concurrent.futures
+import contextlib
+import functools
+import importlib.util
+import logging
+import marshal
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections import OrderedDict, deque
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from retool.sandbox import policy, wire
+from retool.sandbox.processes import start_python
+from retool.sandbox.results import SandboxError
+
+logger = logging.getLogger(__name__)
+
+WORKER_FILE = Path(policy.__file__).with_name("worker.py")
+NOTEBOOK_FILE = WORKER_FILE.with_name("notebook.py")
+# Imported and not run as scripts: modules are kept compiled, and each fork copies what a compiler leaves in memory.
+WORKER_START = (
+    "import sys; sys.path[:0] = sys.argv[1:3]; worker, notebook = map(__import__, sys.argv[3:5]); del sys.path[:2];"
+    " worker.main(notebook)"
+)
+MAX_START_SECONDS = 60.0
+MAX_WORKERS = 5  # two for plain calls, one for each set of libraries imported together; the longest unused one goes
+PREFORKED_CHILDREN = 16
+FORKS_PER_REQUEST = 8  # in a row, since the worker has some ninety pages copied on its way to the next request
+# What most calls import. With all of the default set loaded a call is slower by a fifteenth, so calls that need more
+# than this have another worker.
+COMMON_MODULES = frozenset(
+    "__future__ abc bisect cmath collections contextlib copy decimal enum fractions functools heapq itertools math"
+    " numbers operator random re statistics string time".split()
+)
+ALL_MODULES = policy.DEFAULT_MODULES | {policy.DATE_PARSER}
+FIRST_PRIVATE_USER = 1_900_000_000  # above the ranges that distributions and container engines hand out
+
+
+class WorkerKey(NamedTuple):
+    """What a call needs of its worker. Calls with the same needs share one."""
+
+    all_modules: bool  # or only COMMON_MODULES
+    libraries: tuple[str, ...]
+    memory_bytes: int
+    layers_off: tuple[str, ...] = ()  # names as in wire.LAYERS; for tests
+
+
+class Worker:
+    """A running worker. Safe in all threads: they share a deque, whose operations are atomic, and a socket that takes
+    whole records. Several at once in `prefork` may fork some children more than PREFORKED_CHILDREN.
+
+    Attributes:
+        missing: layers that do not hold on this machine, and why.
+        preforked: the host's ends of calls whose children wait for their source.
+    """
+
+    def __init__(self, process: subprocess.Popen[bytes], control: socket.socket):
+        self.process, self.control = process, control
+        self.missing: dict[str, str] = {}
+        self.preforked: deque[socket.socket] = deque()
+
+    def fork(self, count: int) -> list[socket.socket]:
+        """The host's ends of so many calls, or of fewer where descriptors run out.
+
+        Raises:
+            OSError: there is none.
+        """
+        ours: list[socket.socket] = []
+        theirs: list[socket.socket] = []
+        try:
+            for _ in range(count):
+                try:
+                    pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                except OSError:
+                    if not ours:
+                        raise
+                    break
+                ours.append(pair[0])
+                theirs.append(pair[1])
+                pair[0].setblocking(False)
+            socket.send_fds(self.control, [wire.FORK], [end.fileno() for end in theirs])
+        except BaseException:
+            for end in ours:
+                end.close()
+            raise
+        finally:
+            for end in theirs:
+                end.close()
+        return ours
+
+    def take(self) -> socket.socket:
+        """A call's socket.
+
+        Raises:
+            OSError: the worker is dead, or (EAGAIN and the like) has too much to do.
+        """
+        while True:
+            try:
+                return self.preforked.popleft()
+            except IndexError:
+                self.preforked.extend(self.fork(FORKS_PER_REQUEST))
+
+    def prefork(self) -> None:
+        """Have so many children waiting as PREFORKED_CHILDREN says, if the worker takes the request now."""
+        try:
+            while len(self.preforked) <= PREFORKED_CHILDREN - FORKS_PER_REQUEST:
+                self.preforked.extend(self.fork(FORKS_PER_REQUEST))
+        except OSError:
+            pass  # busy or dead: the next call finds out which
+
+    def is_dead(self) -> bool:
+        try:
+            return self.control.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
+    def close(self) -> None:
+        """End the worker; its calls end with it. A waiting child's socket is closed by whoever takes it, here as in a
+        call, or with this object, if another thread forks meanwhile."""
+        self.control.close()
+        with contextlib.suppress(IndexError):
+            while True:
+                self.preforked.popleft().close()
+        self.process.kill()
+        self.process.wait()
+
+
+def start_worker(key: WorkerKey) -> Worker:
+    """A new worker. Blocks for some tens of milliseconds, longer with libraries.
+
+    Raises:
+        SandboxError: it did not come up, or lacks a layer where RETOOL_SANDBOX_STRICT=1 asks for all.
+    """
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        descriptor = theirs.fileno()
+        folders = [os.fspath(file.parent) for file in (WORKER_FILE, NOTEBOOK_FILE)]
+        names = [file.stem for file in (WORKER_FILE, NOTEBOOK_FILE)]
+        process = start_python("-c", WORKER_START, *folders, *names, str(descriptor), pass_fds=[descriptor])
+    except SandboxError:
+        ours.close()
+        raise
+    finally:
+        theirs.close()
+    worker = Worker(process, ours)
+    try:
+        settings = {
+            "modules": sorted(ALL_MODULES if key.all_modules else COMMON_MODULES),
+            "libraries": key.libraries,
+            **_library_paths(key.libraries)._asdict(),
+            "memory_bytes": key.memory_bytes,
+            "user_id": FIRST_PRIVATE_USER + os.getpid(),
+            "layers_off": key.layers_off,
+        }
+        ours.settimeout(MAX_START_SECONDS)
+        ours.send(marshal.dumps(settings))
+        worker.missing = _missing_layers(ours.recv(wire.MAX_REQUEST_BYTES))
+        _report_layers(worker.missing)
+        ours.setblocking(False)
+        worker.prefork()
+    except BaseException as error:
+        worker.close()
+        if isinstance(error, OSError):
+            raise SandboxError(f"the sandbox worker failed to start: {error}") from error
+        raise
+    return worker
+
+
+def _missing_layers(report: bytes) -> dict[str, str]:
+    """Layers and reasons, from the record that a worker starts with. SandboxError: it failed, or makes no sense."""
+    try:
+        fields: dict[str, Any] = (
+            ast.literal_eval(report.decode()) if report else {"failure": "it ended without a word"}
+        )
+        failure = fields.get("failure")
+        if failure is None:
+            return {name: str(reason) for name, reason in fields["missing"].items()}
+    except (ValueError, SyntaxError, TypeError, KeyError, AttributeError, RecursionError, MemoryError):
+        failure = f"it said {report[:200]!r}"
+    raise SandboxError(f"the sandbox worker failed to start: {failure}")
+
+
+class _LibraryPaths(NamedTuple):
+    """Where a worker finds its libraries, and what its calls may read of that: no project that a library lies in."""
+
+    paths: list[str]
+    readable: list[str]
+
+
+def _library_paths(libraries: tuple[str, ...]) -> _LibraryPaths:
+    if not libraries:
+        return _LibraryPaths([], [])
+    sites = [path for path in sys.path if os.path.basename(path) in ("site-packages", "dist-packages")]
+    specs = [importlib.util.find_spec(name) for name in libraries]
+    packages = [place for spec in specs if spec for place in spec.submodule_search_locations or ()]
+    parents = [os.path.dirname(place) for place in packages]
+    return _LibraryPaths(list(dict.fromkeys(sites + parents)), list(dict.fromkeys(sites + packages)))
+
+
+@functools.cache  # once for each state of affairs, not for each worker
+def _log_layers(holding: str, missing: str) -> None:
+    logger.log(logging.WARNING if missing else logging.INFO, "sandbox layers: %s%s", holding, missing)
+
+
+def _report_layers(missing: dict[str, str]) -> None:
+    reasons = "; ".join(f"{name} ({reason})" for name, reason in missing.items())
+    if missing and os.environ.get("RETOOL_SANDBOX_STRICT") == "1":
+        raise SandboxError(f"RETOOL_SANDBOX_STRICT=1 and this machine lacks the sandbox layers: {reasons}")
+    _log_layers(", ".join(name for name in wire.LAYERS if name not in missing), reasons and f"; missing: {reasons}")
+
+
+class _Place:
+    """A worker's place in the table: a future, so that calls on all loops can wait for one start, and its calls."""
+
+    def __init__(self) -> None:
+        self.future: concurrent.futures.Future[Worker] = concurrent.futures.Future()
+        self.calls = 0
+
+    def worker(self) -> Worker | None:
+        """None: it has not started yet, or did not."""
+        return self.future.result() if self.future.done() and not self.future.exception() else None
+
+
+class Pool:
+    """The table of workers."""
+
+    def __init__(self) -> None:
+        self.after_fork()
+
+    def workers(self) -> list[Worker]:
+        """Those that have started, the longest unused one first."""
+        with self._lock:
+            return [worker for place in self._places.values() if (worker := place.worker())]
+
+    @property
+    def calls(self) -> int:
+        """Calls that have a place now."""
+        with self._lock:
+            return sum(place.calls for place in self._places.values())
+
+    @contextlib.asynccontextmanager
+    async def worker(self, key: WorkerKey) -> AsyncIterator[Worker]:
+        """A worker that is not retired within the block.
+
+        Raises:
+            SandboxError: it could not be started.
+        """
+        place = self._reserve(key)
+        try:
+            started = place.worker()
+            yield started if started else await asyncio.shield(asyncio.wrap_future(place.future))
+        finally:
+            with self._lock:
+                place.calls -= 1
+
+    def _reserve(self, key: WorkerKey) -> _Place:
+        with self._lock:
+            place = self._places.get(key)
+            if place is None:
+                place = self._places[key] = _Place()
+                threading.Thread(target=self._start, args=(key, place), daemon=True).start()
+            self._places.move_to_end(key)
+            place.calls += 1
+        return place
+
+    def _start(self, key: WorkerKey, place: _Place) -> None:
+        try:
+            place.future.set_result(start_worker(key))
+        except BaseException as error:
+            with self._lock:
+                if self._places.get(key) is place:
+                    del self._places[key]
+            place.future.set_exception(error)
+        self._retire()
+
+    def _retire(self) -> None:
+        """End workers over the limit that have no call, those first that were not needed for longest."""
+        with self._lock:
+            over = len(self._places) - MAX_WORKERS
+            idle = [key for key, place in self._places.items() if place.worker() and not place.calls]
+            retired = [self._places.pop(key).worker() for key in idle[: max(over, 0)]]
+        for worker in retired:
+            if worker:
+                worker.close()
+
+    def discard(self, worker: Worker) -> None:
+        """Replace a worker that is dead or in doubt: the next call starts another."""
+        with self._lock:
+            for key, place in self._places.items():
+                if place.worker() is worker:
+                    del self._places[key]
+                    break
+            else:
+                return
+        threading.Thread(target=worker.close, daemon=True).start()
+
+    def close(self) -> None:
+        """End all workers; the next call starts another."""
+        workers = self.workers()
+        with self._lock:
+            self._places.clear()
+        for worker in workers:
+            worker.close()
+
+    def after_fork(self) -> None:
+        """In a forked child of the host: the workers are the parent's; nothing here may keep their sockets open."""
+        for place in getattr(self, "_places", {}).values():
+            if worker := place.worker():
+                worker.process.returncode = 0  # not ours to wait for
+                for connection in (worker.control, *worker.preforked):
+                    connection.close()
+        self._lock = threading.Lock()
+        self._places: OrderedDict[WorkerKey, _Place] = OrderedDict()
+
+
+POOL = Pool()
+atexit.register(POOL.close)
+os.register_at_fork(after_in_child=POOL.after_fork)

@@ -1,0 +1,159 @@
+"""What comes of a call: the records of its child, the observation they make, and the error where there can be none.
+
+Invariant. No byte from the jail is trusted: a record is text to show or one of a few letters, and what is kept of it
+is bounded here.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+
+from retool.chat import shorten
+from retool.sandbox import wire
+
+MAX_OUTPUT_BYTES = 16 * 1024**2  # after this the call is ended
+
+
+class SandboxError(RuntimeError):
+    """An infrastructure error: the sandbox failed, not the model's code. There is no observation to train on."""
+
+
+class ToolOutput(str):
+    """An observation.
+
+    Attributes:
+        outcome: what it reports: "ok", "error" (an exception in the code), "timeout", "memory", "too_long" (ended for
+            printing without end), "crashed" (the interpreter died), "refused" (by the source policy), "invalid" (no
+            usable arguments), "not_found" (no such tool).
+    """
+
+    outcome: str
+
+    def __new__(cls, text: str, outcome: str = "ok") -> ToolOutput:
+        output = super().__new__(cls, text)
+        output.outcome = outcome
+        return output
+
+
+class Capture:
+    """The beginning and the end of a stream of bytes, in bounded memory.
+
+    Attributes:
+        size: bytes that came in, kept or not.
+    """
+
+    def __init__(self, keep: int):
+        self.keep, self.size = keep, 0
+        self.head, self.tail = bytearray(), bytearray()
+
+    def add(self, data: bytes) -> None:
+        self.size += len(data)
+        room = self.keep - len(self.head)
+        if room > 0:
+            self.head += data[:room]
+            data = data[room:]
+        self.tail += data
+        if len(self.tail) > 2 * self.keep:
+            del self.tail[: -self.keep]
+
+    def text(self, most: int) -> str:
+        """At most `most` characters, among them a note of what is left out between head and tail."""
+        dropped = self.size - len(self.head) - len(self.tail)
+        if not dropped:
+            return shorten((self.head + self.tail).decode("utf-8", "replace").removesuffix("\n"), most)
+        head, tail = self.head.decode("utf-8", "replace"), self.tail.decode("utf-8", "replace")
+        return shorten(f"{head}{tail}".removesuffix("\n"), most, also_dropped=dropped)
+
+
+class Reply:
+    """What has come of a call so far.
+
+    Attributes:
+        final: letter and text of the child's last record.
+        exit_status: from the worker; negative: the signal.
+        ended: "timeout" or "too_long", where the host ended the call.
+        not_confined: what a child said that could not confine itself; believed only if the source stayed unread.
+    """
+
+    def __init__(self, keep: int):
+        self.output, self.errors = Capture(keep), Capture(keep)
+        self.final: tuple[bytes, str] | None = None
+        self.exit_status: int | None = None
+        self.ended = ""
+        self.not_confined = ""
+
+    def is_complete(self) -> bool:
+        return bool(self.ended or self.final or self.exit_status is not None)
+
+    def add(self, record: bytes) -> bool:
+        """Take in a record; True where nothing more is of interest."""
+        letter, data = record[:1], record[1:]
+        if letter == wire.OUTPUT:
+            self.output.add(data)
+        elif letter in (wire.DONE, wire.RAISED, wire.NO_MEMORY):
+            self.final = letter, data.decode("utf-8", "replace")
+            return True
+        elif letter == wire.NOT_CONFINED:
+            self.not_confined = data.decode("utf-8", "replace")
+        elif letter == wire.STATUS:
+            self.exit_status = int(data) if re.fullmatch(rb"-?\d{1,3}", data) else 0
+            return True
+        else:
+            self.errors.add(data)
+        if self.output.size + self.errors.size > MAX_OUTPUT_BYTES:
+            self.ended = "too_long"
+            return True
+        return False
+
+
+def observation(reply: Reply, timeout: float, memory_bytes: int, most: int) -> ToolOutput:
+    """What the model is told of a call that has ended.
+
+    Args:
+        reply: complete, or of a call that closed its connection.
+        timeout: the call's limit, in seconds.
+        memory_bytes: the call's limit.
+        most: characters of the observation: first what went wrong, then errors, and the rest for the output.
+    """
+    outcome, ending = _ending(reply, timeout, memory_bytes)
+    parts = [shorten(ending, most // 2)] if ending else []
+    if reply.errors.size:
+        parts.insert(0, "Errors:\n" + reply.errors.text(most // 4))
+    if reply.output.size:
+        rest = most - len("Output:\n") - sum(len(part) + 2 for part in parts)
+        parts.insert(0, "Output:\n" + reply.output.text(rest))
+    if not parts:
+        parts.append("No output. Use print(...) to see a value.")
+    return ToolOutput("\n\n".join(parts), outcome)
+
+
+def _ending(reply: Reply, timeout: float, memory_bytes: int) -> tuple[str, str]:
+    """(outcome, what to tell the model about it)."""
+    if reply.ended == "timeout":
+        return "timeout", f"Error: timed out after {timeout:g} seconds. Use a faster method or a smaller case."
+    if reply.ended == "too_long":
+        return (
+            "too_long",
+            f"Error: ended after printing more than {MAX_OUTPUT_BYTES} bytes. Print only what is needed.",
+        )
+    memory_hint = f"A call may use {memory_bytes // 1024**2} MB. Use less at a time."
+    if reply.final:
+        letter, text = reply.final
+        if letter == wire.RAISED:
+            return "error", f"Error: {text}"
+        return ("memory", f"Error: {text}\n{memory_hint}") if letter == wire.NO_MEMORY else ("ok", "")
+    if reply.exit_status == -signal.SIGKILL:
+        return "memory", f"Error: MemoryError: the call was killed, out of memory. {memory_hint}"
+    if reply.exit_status is not None and reply.exit_status < 0:
+        return "crashed", f"Error: the interpreter crashed ({_signal_name(-reply.exit_status)})."
+    if reply.exit_status is not None:
+        return "crashed", f"Error: the interpreter ended by itself (exit status {reply.exit_status})."
+    return "crashed", "Error: the call closed its connection."
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -1,0 +1,39 @@
+"""What the host and the worker's own file both have to know of the wire between them.
+
+The worker imports nothing of the project, so it has these names a second time, under the same names; a test holds the
+two equal.
+
+    host -- call: "FIRST LAST DRAWS\\n" + source --> child      numbers as `request` writes them
+    host -- control: FORK + descriptors ---------> worker
+    host <- call: a letter, then bytes ----------- child, worker
+"""
+
+from __future__ import annotations
+
+MAX_RECORD_BYTES = 16384  # the largest record of a child; the host reads one record per system call
+MAX_REQUEST_BYTES = 1 << 16  # the largest record that the host sends
+MAX_FORKS = 64  # that the host may ask for at once; more would be closed unread, and their calls sent again
+
+FORK = b"F"  # host to worker: a child for each descriptor that comes with it
+
+# The layers of the jail, as `worker.LAYERS` names them.
+LAYERS = ("namespaces", "user", "capabilities", "no_new_privs", "limits", "landlock", "seccomp")
+
+# Letters that records of a call start with.
+OUTPUT, ERRORS = b"o", b"e"  # as they come
+DONE = b"D"  # the code ended well
+RAISED = b"E"  # it ended with an exception, which the text describes
+NO_MEMORY = b"M"  # the same, where the exception was a MemoryError
+STATUS = b"X"  # the child's exit status, from the worker
+NOT_CONFINED = b"S"  # the step and the error that kept the child from confining itself; its source stays unread
+
+
+def request(shown: tuple[int, int], draws: bool, code: str) -> bytes:
+    """The one record that the host sends to a call.
+
+    Args:
+        shown: first and last byte of a last expression whose value is to be shown; (0, 0): there is none.
+        draws: whether the code may draw random numbers.
+        code: the source.
+    """
+    return b"%d %d %d\n%b" % (*shown, draws, code.encode())
