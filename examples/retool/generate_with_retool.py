@@ -93,7 +93,7 @@ __all__ = [
     "tool_registry",
 ]
 
-CODE_STOPS = ("</tool_call>", "</code>")  # so that nothing written after an action is trained on
+CODE_STOPS = ("</tool_call>", "</code>", "</function>")  # so that nothing written after an action is trained on
 MAX_REQUESTS_PER_TURN = 8  # a model that repeats a closing tag inside a string would otherwise ask for thousands
 
 
@@ -328,21 +328,45 @@ def _lose(sample: Any) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-async def reward_func(args, sample: Sample | list[Sample], **kwargs) -> reward.Reward | list[reward.Reward]:
+async def reward_func(
+    args, sample: Sample | list[Sample] | None = None, samples: list[Sample] | None = None, **kwargs
+) -> reward.Reward | list[reward.Reward]:
     """The reward of a sample, see retool/reward.py; an ABORTED one scores 0, since it is not trained on.
 
-    A list of samples (--group-rm) gives a list as long.
+    Args:
+        args: vime's.
+        sample: the sample, or the list of them that vime passes at this place with --group-rm.
+        samples: that list under the name that vime gives it.
+
+    Returns:
+        A reward, or as many as there are samples in the list.
+
+    Raises:
+        TypeError: what came is neither.
     """
-    if isinstance(sample, list):
-        return [_score(one) for one in sample]
-    return _score(sample)
+    given = sample if samples is None else samples
+    if (sample is None) == (samples is None):
+        raise TypeError("reward_func takes one of sample and samples, and both or neither came")
+    if isinstance(given, list | tuple):
+        return [_score(one) for one in given]
+    return _score(given)
 
 
-def _score(sample: Sample) -> reward.Reward:
+def _score(sample: Any) -> reward.Reward:
+    if not isinstance(sample, Sample):
+        raise TypeError(f"reward_func scores a Sample of vime's or a list of them, not {type(sample).__name__}")
     if sample.status == Sample.Status.ABORTED:
         return reward.lost()
-    scorer = reward.Scorer(compute_score, normalize_final_answer)
-    return reward.score_response(sample.response or "", sample.label, getattr(sample, "tool_call_count", 0), scorer)
+    response = sample.response or ""
+    prompt = str(getattr(sample, "payload_text", None) or sample.prompt).removesuffix(response)
+    return reward.score_response(
+        response,
+        sample.label,
+        getattr(sample, "tool_call_count", 0),
+        reward.Scorer(compute_score, normalize_final_answer),
+        cut=sample.status == Sample.Status.TRUNCATED,
+        in_thought=prompt.rstrip().endswith("<think>"),
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
