@@ -2,6 +2,7 @@ r"""Multi-turn rollouts with a Python tool for vime: the turn loop and the rewar
 
     --custom-generate-function-path generate_with_retool.generate
     --custom-rm-path generate_with_retool.reward_func --reward-key score
+    --custom-reward-post-process-path generate_with_retool.normalize_rewards
 
 Data flows one way; each arrow is one function:
 
@@ -30,7 +31,7 @@ import time
 from contextlib import nullcontext
 from typing import Any
 
-from retool import engine, failures, reward
+from retool import advantages, engine, failures, reward
 from retool.actions import Action, Answer, Code, Incomplete, Invalid, ToolCall, complete_actions_end, read_action
 from retool.chat import (
     CODE_TOOL,
@@ -85,6 +86,7 @@ __all__ = [
     "execute_predictions",
     "format_conversation_with_tools",
     "generate",
+    "normalize_rewards",
     "post",
     "postprocess_predictions",
     "postprocess_responses",
@@ -367,6 +369,14 @@ def _score(sample: Any) -> reward.Reward:
         cut=sample.status == Sample.Status.TRUNCATED,
         in_thought=prompt.rstrip().endswith("<think>"),
     )
+
+
+def normalize_rewards(args, samples: list[Sample] | list[list[Sample]]) -> tuple[list[float], list[float]]:
+    """(raw rewards, rewards) for --custom-reward-post-process-path: a lost sample changes nobody's advantage.
+
+    See retool/advantages.py; TOOL_CONFIGS["advantage_spread"] says which groups are trained on.
+    """
+    return advantages.normalize(args, samples, TOOL_CONFIGS["advantage_spread"])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
