@@ -63,9 +63,9 @@ _PYTHON_STRINGS = (
     r"|'[^'\\\n]*(?:\\.[^'\\\n]*)*'"
     r"""|["'])|\\."""
 )
-_PYTHON_PIECES = re.compile(_PYTHON_STRINGS + r"|#(?:(?!</?code>)[^\n])*|</?code>", re.S)
+_PYTHON_PIECES = re.compile(_PYTHON_STRINGS + r"|#[^\n<]*(?:<(?!/?code>)[^\n<]*)*|</?code>", re.S)
 # Between fences a tag in a comment is part of it; without them the block may well end after a comment.
-_FENCED_PIECES = re.compile(_PYTHON_STRINGS + r"|#(?:(?!```)[^\n])*|</?code>", re.S)
+_FENCED_PIECES = re.compile(_PYTHON_STRINGS + r"|#[^\n`]*(?:`(?!``)[^\n`]*)*|</?code>", re.S)
 _PARAMETER_PIECES = re.compile(_PYTHON_STRINGS + r"|" + _PARAMETER_END.pattern, re.S)
 _FENCE_END = re.compile(r"^[ \t]*```(?!\w)|```[ \t\r]*$", re.M)
 _LOOSE_FENCE_END = re.compile(r"^[ \t]*```(?!(?:python3?|py)[ \t\r]*$)", re.M | re.I)
@@ -188,9 +188,9 @@ def _read_call(turn: _Turn, opener: re.Match[str]) -> _Found:
     """A <tool_call>: its object may hold the closing tag in a string, and raw newlines."""
     text, start = turn.text, opener.start()
     body = _end(_SPACE.match(text, opener.end()))
-    if _FUNCTION.match(text, body):
-        return _read_function_call(turn, start, body)
     if not text.startswith("{", body):
+        if _FUNCTION.match(text, body):
+            return _read_function_call(turn, start, body)
         tag = _CALL_TAGS.search(text, body)
         if tag is None or tag.group() == "<tool_call>":  # a mention of the tag
             return _Found()

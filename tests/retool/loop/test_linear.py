@@ -119,7 +119,7 @@ def test_twice_the_text_takes_less_than_three_times_as_long(frame, piece):
 @pytest.mark.parametrize("piece", PIECES.values(), ids=PIECES.keys())
 def test_a_reward_of_32k_tokens_takes_milliseconds(frame, piece):
     """Under 50 ms on the machine where it was measured; the bound here leaves room for slower ones."""
-    assert seconds(work_of(framed(frame, piece, 120_000))["reward"]) < 0.15
+    assert seconds(work_of(framed(frame, piece, 120_000))["reward"], tries=4) < 0.15
 
 
 def test_many_turns_are_read_once():
