@@ -2,6 +2,7 @@ r"""Multi-turn rollouts with a Python tool for vime: the turn loop and the rewar
 
     --custom-generate-function-path generate_with_retool.generate
     --custom-rm-path generate_with_retool.reward_func --reward-key score
+    --custom-reward-post-process-path generate_with_retool.normalize_rewards
 
 Data flows one way; each arrow is one function:
 
@@ -30,7 +31,7 @@ import time
 from contextlib import nullcontext
 from typing import Any
 
-from retool import engine, failures, reward
+from retool import advantages, engine, failures, reward
 from retool.actions import Action, Answer, Code, Incomplete, Invalid, ToolCall, complete_actions_end, read_action
 from retool.chat import (
     CODE_TOOL,
@@ -85,6 +86,7 @@ __all__ = [
     "execute_predictions",
     "format_conversation_with_tools",
     "generate",
+    "normalize_rewards",
     "post",
     "postprocess_predictions",
     "postprocess_responses",
@@ -93,7 +95,7 @@ __all__ = [
     "tool_registry",
 ]
 
-CODE_STOPS = ("</tool_call>", "</code>")  # so that nothing written after an action is trained on
+CODE_STOPS = ("</tool_call>", "</code>", "</function>")  # so that nothing written after an action is trained on
 MAX_REQUESTS_PER_TURN = 8  # a model that repeats a closing tag inside a string would otherwise ask for thousands
 
 
@@ -328,21 +330,53 @@ def _lose(sample: Any) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-async def reward_func(args, sample: Sample | list[Sample], **kwargs) -> reward.Reward | list[reward.Reward]:
+async def reward_func(
+    args, sample: Sample | list[Sample] | None = None, samples: list[Sample] | None = None, **kwargs
+) -> reward.Reward | list[reward.Reward]:
     """The reward of a sample, see retool/reward.py; an ABORTED one scores 0, since it is not trained on.
 
-    A list of samples (--group-rm) gives a list as long.
+    Args:
+        args: vime's.
+        sample: the sample, or the list of them that vime passes at this place with --group-rm.
+        samples: that list under the name that vime gives it.
+
+    Returns:
+        A reward, or as many as there are samples in the list.
+
+    Raises:
+        TypeError: what came is neither.
     """
-    if isinstance(sample, list):
-        return [_score(one) for one in sample]
-    return _score(sample)
+    given = sample if samples is None else samples
+    if (sample is None) == (samples is None):
+        raise TypeError("reward_func takes one of sample and samples, and both or neither came")
+    if isinstance(given, list | tuple):
+        return [_score(one) for one in given]
+    return _score(given)
 
 
-def _score(sample: Sample) -> reward.Reward:
+def _score(sample: Any) -> reward.Reward:
+    if not isinstance(sample, Sample):
+        raise TypeError(f"reward_func scores a Sample of vime's or a list of them, not {type(sample).__name__}")
     if sample.status == Sample.Status.ABORTED:
         return reward.lost()
-    scorer = reward.Scorer(compute_score, normalize_final_answer)
-    return reward.score_response(sample.response or "", sample.label, getattr(sample, "tool_call_count", 0), scorer)
+    response = sample.response or ""
+    prompt = str(getattr(sample, "payload_text", None) or sample.prompt).removesuffix(response)
+    return reward.score_response(
+        response,
+        sample.label,
+        getattr(sample, "tool_call_count", 0),
+        reward.Scorer(compute_score, normalize_final_answer),
+        cut=sample.status == Sample.Status.TRUNCATED,
+        in_thought=prompt.rstrip().endswith("<think>"),
+    )
+
+
+def normalize_rewards(args, samples: list[Sample] | list[list[Sample]]) -> tuple[list[float], list[float]]:
+    """(raw rewards, rewards) for --custom-reward-post-process-path: a lost sample changes nobody's advantage.
+
+    See retool/advantages.py; TOOL_CONFIGS["advantage_spread"] says which groups are trained on.
+    """
+    return advantages.normalize(args, samples, TOOL_CONFIGS["advantage_spread"])
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -75,6 +75,9 @@ TOOL_CONFIGS: dict[str, Any] = {
     "max_output_chars": 4000,
     # Of the last episodes, how many may be lost to failures of the engine or the sandbox before the run is stopped.
     "max_failure_rate": 0.5,
+    # By what a group of samples is seen to differ, so that it is trained on: "accuracy", or "score" as vime has it. In a
+    # group without a right answer only the reward for calling the tool differs, and normalization makes it full size.
+    "advantage_spread": "accuracy",
 }
 
 SEMAPHORE = ProcessSemaphore(TOOL_CONFIGS["tool_concurrency"])

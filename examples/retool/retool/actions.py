@@ -1,24 +1,25 @@
 r"""Actions: what the model wrote in a turn, read in one pass.
 
-    text of a turn ----scan----> blocks (calls, code, hallucinated output) + what is left of the text
-                   ----read_action----> Code | ToolCall | Answer | Invalid | Incomplete
+    text of a turn --blocks.scan--> blocks + prose --read_action--> Code | ToolCall | Answer | Invalid | Incomplete
 
 Contract: reading is pure and linear in the text, never raises, never evaluates. What it says is what the loop does, what
 the reward scores and what the SFT data is made of: nobody else reads these forms. The golden cases of each form are in
 tests/retool/cases/actions.jsonl.
 
-Invariants. An answer inside code, inside a closed thought or inside hallucinated tool output is none. No stretch of text
-is read more than a few times.
+Invariants. An answer inside code, a thought or hallucinated tool output is none, finished or not, and neither is an echo
+of the instruction to write one. No stretch of text is read more than a few times.
 """
 
 from __future__ import annotations
 
+import bisect
 import json
 import re
 import textwrap
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any, Literal, NamedTuple
 
+from retool.blocks import BLANK, FENCE_IN_CODE, Scan, scan, xml_parameters
 from retool.chat import CODE_TOOL, TURN_ENDS, shorten
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -68,22 +69,6 @@ class Reading(NamedTuple):
     hallucinated: int = 0  # tool outputs that the model wrote itself
 
 
-class Block(NamedTuple):
-    """A stretch of a turn that is not prose; positions are indices into the text."""
-
-    kind: Literal["tool_call", "code", "fence", "hallucinated"]
-    start: int
-    body: int
-    body_end: int
-    end: int
-
-
-class Scan(NamedTuple):
-    blocks: list[Block]
-    words: str  # the text with its blocks and closed thoughts blanked out, as long as the text
-    incomplete: bool
-
-
 class Box(NamedTuple):
     content: str
     end: int
@@ -95,16 +80,19 @@ class Box(NamedTuple):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def read_action(text: str, over: bool | None = None, tools: Collection[str] = (CODE_TOOL,)) -> Reading:
+def read_action(
+    text: str, over: bool | None = None, tools: Collection[str] = (CODE_TOOL,), in_thought: bool = False
+) -> Reading:
     """The last answer of a turn, else its first tool call or <code> block, else its first Python fence.
 
     Args:
         text: what the model has said in this turn.
         over: whether no text follows in this turn; by default it is over if it ends with a chat token.
-        tools: the names of the tools that may be called.
+        tools: the names of the tools that may be called; a mapping to their specs gives the types of XML arguments.
+        in_thought: whether a thought was opened before the text, by the prompt or earlier in the turn.
     """
     over = is_over(text) if over is None else over
-    found = scan(text, over)
+    found = scan(text, over, in_thought)
     hallucinated = sum(block.kind == "hallucinated" for block in found.blocks)
     return Reading(_action(text, found, over, tools), hallucinated)
 
@@ -117,7 +105,8 @@ def _action(text: str, found: Scan, over: bool, tools: Collection[str]) -> Actio
         return Incomplete()
     calls += [block for block in found.blocks if block.kind == "fence"]
     if not calls:
-        return Invalid(_no_action(text))
+        # Generation stops at this tag, and here it closes nothing: it stands in a string, or in prose.
+        return Incomplete() if text.endswith("</function>") and not over else Invalid(_no_action(text))
     first = calls[0]
     body = text[first.body : first.body_end]
     if first.kind == "tool_call":
@@ -135,213 +124,25 @@ def complete_actions_end(text: str) -> int:
     return max(ends, default=len(text))
 
 
-def last_box(text: str) -> str:
-    """What the last complete box in the assistant's prose holds, "" without one; a turn's text without observations."""
-    boxes = find_boxes(scan(text, over=True).words)
-    return boxes[-1].content if boxes else ""
-
-
 def is_over(text: str) -> bool:
     return text.rstrip().endswith(TURN_ENDS)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Blocks
+# Answers
 # ---------------------------------------------------------------------------------------------------------------------
 
-_OPENERS = re.compile(
-    r"<tool_call>|<code>|<interpreter>|<tool_response>|</?think>|^[ \t]*```(?:python3?|py)[ \t\r]*$", re.M | re.I
-)
-_CALL_TAGS = re.compile(r"</?tool_call>")
-_CALL_LOOKS_CLOSED = re.compile(r"\}\s*</tool_call>")
-_JSON_PIECES = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"|["{}]|</?tool_call>', re.S)
-# A quote after a word opens no string ("don't") unless the word is a string prefix.
-_QUOTE_OPENS = r"(?:(?<!\w)|(?<=\b[rRbBfFuU])|(?<=\b[rRbBfF]{2}))"
-_PYTHON_STRINGS = (
-    rf'{_QUOTE_OPENS}(?:"""[^"\\]*(?:(?:\\.|"(?!""))[^"\\]*)*"""'
-    r"|'''[^'\\]*(?:(?:\\.|'(?!''))[^'\\]*)*'''"
-    r"""|"{3}|'{3}"""
-    r'|"[^"\\\n]*(?:\\.[^"\\\n]*)*"'
-    r"|'[^'\\\n]*(?:\\.[^'\\\n]*)*'"
-    r"""|["'])|\\."""
-)
-_PYTHON_PIECES = re.compile(_PYTHON_STRINGS + r"|#(?:(?!</?code>)[^\n])*|</?code>", re.S)
-# Between fences a tag in a comment is part of it; without them the block may well end after a comment.
-_FENCED_PIECES = re.compile(_PYTHON_STRINGS + r"|#(?:(?!```)[^\n])*|</?code>", re.S)
-_FENCE_END = re.compile(r"^[ \t]*```(?!\w)|```[ \t\r]*$", re.M)
-_FENCE_IN_CODE = re.compile(r"\s*```(?:python3?|py)?[ \t\r]*\n", re.I)
-_FENCED = re.compile(r"\s*```(?:python3?|py)?[ \t\r]*\n(.*?)\n?[ \t]*```\s*", re.S | re.I)
 _ANSWER_MARKS = re.compile(
     r"(?P<label>\banswer\b[*_ \t]*[:：])|(?P<tag><answer>)|(?P<tag_end></answer>)|(?P<box>\\boxed\s*\{)|(?P<line>\n)",
     re.I,
 )
 _BRACES = re.compile(r"\\.|[{}]", re.S)
 _DECORATION = " \t\r*_$\\[](){}`#>"  # what may stand between "Answer:" and a box on a later line
-_CLOSERS = " \t\r\n.,;:!*_$)]}\\\"'`"  # what may follow a box on the last line
-_JSON_ESCAPES = re.compile(r'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})|\\')
-_BLANK = "\0"
-
-
-class _Found(NamedTuple):
-    """What stands after an opening tag: a block, or, where it is not closed, the strings in it."""
-
-    block: Block | None = None
-    strings: tuple[tuple[int, int], ...] = ()
-    incomplete: bool = False
-    unclosed: bool = False  # no tag of its kind that comes later is closed either
-
-
-def scan(text: str, over: bool) -> Scan:
-    """One pass. A reader moves the scan past its block, or hides the strings of what it found unclosed, in which no
-    tag is looked at again: so no stretch of text is read more than a few times."""
-    blocks: list[Block] = []
-    hidden = bytearray(len(text))
-    unclosed: set[str] = set()
-    incomplete = False
-    thought_from: int | None = 0  # a turn may continue a thought that the prompt or an earlier turn opened
-    position = 0
-    while opener := _OPENERS.search(text, position):
-        position = opener.end()
-        tag = opener.group().strip().lower()
-        tag = tag if tag.startswith("<") else "```"
-        if hidden[opener.start()] or tag in unclosed:
-            continue
-        if tag == "<think>":
-            thought_from = opener.start()
-        elif tag == "</think>":
-            if thought_from is not None:
-                _hide(hidden, thought_from, opener.end())
-            thought_from = None
-        else:
-            reading = _READERS[tag](text, opener, over)
-            if reading.block:
-                blocks.append(reading.block)
-                position = reading.block.end
-                _hide(hidden, reading.block.start, reading.block.end)
-            for span in reading.strings:
-                _hide(hidden, *span)
-            incomplete = incomplete or reading.incomplete
-            if reading.unclosed:
-                unclosed.add(tag)
-    words = "".join(
-        text[run.start() : run.end()] if run.group()[0] == 0 else _BLANK * len(run.group())
-        for run in re.finditer(rb"\x00+|\x01+", hidden)
-    )
-    return Scan(blocks, words, incomplete)
-
-
-def _hide(hidden: bytearray, start: int, end: int) -> None:
-    hidden[start:end] = b"\x01" * (end - start)
-
-
-def _read_call(text: str, opener: re.Match[str], over: bool) -> _Found:
-    """A <tool_call>: its object may hold the closing tag in a string, and raw newlines."""
-    start, body = opener.start(), opener.end()
-    while body < len(text) and text[body].isspace():
-        body += 1
-    if not text.startswith("{", body):
-        tag = _CALL_TAGS.search(text, body)
-        if tag is None or tag.group() == "<tool_call>":  # a mention of the tag
-            return _Found()
-        return _Found(Block("tool_call", start, body, tag.start(), tag.end()))
-
-    strings: list[tuple[int, int]] = []
-    depth, whole = 0, False
-    for piece in _JSON_PIECES.finditer(text, body):
-        token = piece.group()
-        if token == "<tool_call>":  # the model began again
-            return _Found()
-        if token == "</tool_call>":
-            return _Found(Block("tool_call", start, body, piece.start(), piece.end()))
-        if token == '"':
-            return _read_call_in_string(text, (start, body), piece.start(), tuple(strings), over)
-        if token[0] == '"':
-            strings.append(piece.span())
-            continue
-        depth += 1 if token == "{" else -1
-        if depth == 0 and not whole:
-            whole = True
-            if over and text[piece.end() :].strip() in ("", *TURN_ENDS):  # whole, and nothing more will come
-                return _Found(Block("tool_call", start, body, piece.end(), piece.end()))
-    return _Found(strings=tuple(strings), unclosed=True)
-
-
-def _read_call_in_string(
-    text: str, opening: tuple[int, int], quote: int, strings: tuple[tuple[int, int], ...], over: bool
-) -> _Found:
-    """A closing tag after the last, unpaired quote: part of a string that goes on, or the end of broken JSON."""
-    close = _CALL_LOOKS_CLOSED.search(text, quote)
-    if close is None and over:
-        close = re.compile("</tool_call>").search(text, quote)
-    if close:
-        close_at = close.end() - len("</tool_call>")
-        return _Found(Block("tool_call", opening[0], opening[1], close_at, close.end()))
-    incomplete = "</tool_call>" in text[quote:]
-    return _Found(strings=(*strings, (quote, len(text))), incomplete=incomplete, unclosed=True)
-
-
-def _read_code(text: str, opener: re.Match[str], over: bool) -> _Found:
-    """A <code> block, closed by the first </code> that is not part of a Python string."""
-
-    def block(tag_start: int) -> _Found:
-        return _Found(Block("code", opener.start(), opener.end(), tag_start, tag_start + len("</code>")))
-
-    strings: list[tuple[int, int]] = []
-    in_comment = -1  # the first closing tag that is part of a comment
-    end = opener.end()
-    pieces = _FENCED_PIECES if _FENCE_IN_CODE.match(text, opener.end()) else _PYTHON_PIECES
-    for piece in pieces.finditer(text, opener.end()):
-        token, end = piece.group(), piece.end()
-        if token == "</code>":
-            return block(piece.start())
-        if token == "<code>":  # a mention of the tag before, or the model began again
-            return _Found()
-        if token[0] == "#" and in_comment < 0 and "</code>" in token:
-            in_comment = piece.start() + token.index("</code>")
-        if token in ('"' * 3, "'" * 3):
-            unfinished = True
-        elif token in ('"', "'"):  # such a string ends with its line: it is broken, and none, if the line is over
-            unfinished = text.find("\n", piece.end()) < 0
-        else:
-            if token[0] in "\"'":
-                strings.append(piece.span())
-            continue
-        if not unfinished:
-            continue
-        close = text.find("</code>", piece.end())
-        if over and close >= 0:
-            return block(close)
-        return _Found(strings=(*strings, (piece.start(), len(text))), incomplete=close >= 0, unclosed=True)
-    if over and in_comment >= 0:
-        return block(in_comment)
-    incomplete = text.endswith("</code>") and in_comment >= 0 and end == len(text)
-    return _Found(strings=tuple(strings), incomplete=incomplete, unclosed=True)
-
-
-def _read_fence(text: str, opener: re.Match[str], over: bool) -> _Found:
-    close = _FENCE_END.search(text, opener.end())
-    if close:
-        return _Found(Block("fence", opener.start(), opener.end(), close.start(), close.end()))
-    pieces = _PYTHON_PIECES.finditer(text, opener.end())
-    strings = tuple(piece.span() for piece in pieces if piece.group()[0] in "\"'" and len(piece.group()) > 1)
-    return _Found(strings=strings, unclosed=True)
-
-
-def _read_hallucinated(text: str, opener: re.Match[str], over: bool) -> _Found:
-    tag = opener.group().lower().replace("<", "</")
-    close = text.find(tag, opener.end())
-    if close < 0:
-        return _Found(unclosed=True)
-    return _Found(Block("hallucinated", opener.start(), opener.end(), close, close + len(tag)))
-
-
-_READERS = {
-    "<tool_call>": _read_call,
-    "<code>": _read_code,
-    "```": _read_fence,
-    "<interpreter>": _read_hallucinated,
-    "<tool_response>": _read_hallucinated,
-}
+_CLOSERS = " \t\r\n.,;:!*_$)]}\\\"'`。．，、；：！）」』】”’"  # what may follow a box on the last line
+_PLACEHOLDER = re.compile(
+    r"(?:\\text\{)?[\s$<\[{]*(?:\.\.|…|\\[lc]?dots|(?:the |your |final |my )*answer(?: here)?)[\s$>\]}.…]*", re.I
+)
+_BLANKS = re.compile(f"{BLANK}+")
 
 
 def last_answer(words: str, over: bool) -> Box | None:
@@ -357,7 +158,7 @@ def last_answer(words: str, over: bool) -> Box | None:
 
 
 def find_boxes(words: str) -> list[Box]:
-    """Every complete box that holds something, in order."""
+    """Every complete box that holds something of its own, in order: the dots of the instruction are no answer."""
     if "\\boxed" not in words:  # most turns call a tool
         return []
     closing: dict[int, int] = {}
@@ -368,6 +169,7 @@ def find_boxes(words: str) -> list[Box]:
         elif brace.group() == "}" and opened:
             closing[opened.pop()] = brace.start()
 
+    blanks = [run.start() for run in _BLANKS.finditer(words)]
     boxes: list[Box] = []
     label: str | None = None  # "label": until the end of its line; "tag": until </answer>
     line_from = box_end = 0
@@ -376,10 +178,14 @@ def find_boxes(words: str) -> list[Box]:
             continue
         if mark.lastgroup == "box":
             close = closing.get(mark.end() - 1, mark.end())
+            blank = bisect.bisect_left(blanks, mark.end())
+            if blank < len(blanks) and blanks[blank] < close:
+                continue
             content = words[mark.end() : close].strip()
-            if content and _BLANK not in content:
+            if content:
                 box_end = close + 1
-                boxes.append(Box(content, box_end, labeled=label is not None))
+                if not _PLACEHOLDER.fullmatch(content):
+                    boxes.append(Box(content, box_end, labeled=label is not None))
         elif mark.lastgroup == "line":
             said_nothing = not words[line_from : mark.start()].strip(_DECORATION)
             if label == "label" and not said_nothing:
@@ -394,20 +200,33 @@ def find_boxes(words: str) -> list[Box]:
     return boxes
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# Calls and code
+# ---------------------------------------------------------------------------------------------------------------------
+
+_JSON_ESCAPES = re.compile(r'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})|\\')
+
+
 def _read_call_body(body: str, tools: Collection[str]) -> Action:
     def invalid(problem: str) -> Invalid:
         return Invalid(problem, "tool_call")
 
-    try:
-        call = _load_json(body)
-    except (ValueError, RecursionError) as error:
-        return invalid(f"the tool call is not valid JSON ({error})")
+    if body.startswith("<function="):
+        call: Any = _xml_call(body, tools)
+        if call is None:
+            return invalid("the tool call is not complete: a </parameter> or its </function> is missing")
+    else:
+        try:
+            call = _load_json(body)
+        except (ValueError, RecursionError) as error:
+            return invalid(f"the tool call is not valid JSON ({error})")
     if not isinstance(call, dict):
         return invalid('the tool call is not a JSON object {"name": ..., "arguments": {...}}')
     name, arguments = call.get("name"), call.get("arguments")
     if not isinstance(name, str) or name not in tools:
         known = ", ".join(tools)
-        return invalid(f"there is no tool {shorten(str(name), 100)!r}; the tools are: {known}")
+        shown = "of no name" if isinstance(name, dict | list) else repr(shorten(str(name), 100))
+        return invalid(f"there is no tool {shown}; the tools are: {known}")
     if isinstance(arguments, str):
         try:
             arguments = _load_json(arguments)
@@ -434,8 +253,40 @@ def source(body: str) -> str:
 
 def without_fence(body: str) -> str:
     """What a block holds between the lines of its fence; the body itself where it has none."""
-    fenced = _FENCED.fullmatch(body)
-    return fenced.group(1) if fenced else body
+    opening = FENCE_IN_CODE.match(body)
+    inside = body[opening.end() :].rstrip() if opening else ""
+    if not inside.endswith("```"):
+        return body
+    return inside.removesuffix("```").rstrip(" \t").removesuffix("\n")
+
+
+def _xml_call(body: str, tools: Collection[str]) -> dict[str, Any] | None:
+    """{"name", "arguments"} of a call in Qwen3-Coder's form, None where it is not well-formed."""
+    found = xml_parameters(body)
+    if found is None:
+        return None
+    name, parameters = found
+    types = _parameter_types(tools, name)
+    arguments = {
+        key: value if types.get(key, "string") == "string" else _json_or_text(value)
+        for key, value in parameters.items()
+    }
+    return {"name": name, "arguments": arguments}
+
+
+def _parameter_types(tools: Collection[str], name: str) -> dict[str, Any]:
+    """The declared types of a tool's parameters, {} where its spec does not say them."""
+    spec: Any = tools.get(name) if isinstance(tools, Mapping) else None
+    for key in ("function", "parameters", "properties"):
+        spec = spec.get(key) if isinstance(spec, dict) else None
+    return {key: one.get("type") for key, one in (spec or {}).items() if isinstance(one, dict)}
+
+
+def _json_or_text(value: str) -> Any:
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        return value
 
 
 def _load_json(text: str) -> Any:
@@ -450,6 +301,8 @@ def _load_json(text: str) -> Any:
 def _no_action(text: str) -> str:
     if "<tool_call>" in text:
         return "the tool call is not complete: its JSON object or its </tool_call> is missing"
+    if "<function=" in text:
+        return "the tool call is not complete: a </parameter> or its </function> is missing"
     if "<code>" in text:
         return "the code block is not closed with </code>"
     return "it holds neither a tool call nor a final answer"

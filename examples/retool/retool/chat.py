@@ -1,7 +1,7 @@
 r"""What the model is told and how: system text, tool, Qwen3's chat format, and the frames of observations.
 
     prompt + tools ----render----> text that the first turn continues
-    observation ------frame------> text between two assistant turns ----split_observations----> assistant texts
+    observation ------frame------> text between two assistant turns ----split_observations----> what it said
 
 Contract: `render_prompt` gives, byte for byte, what Qwen3's own chat template renders for the same conversation with
 tools, without needing a tokenizer that carries one. SFT and RL both take their words from here, so they cannot differ.
@@ -235,10 +235,18 @@ _OBSERVATION_OPENS = re.compile(
 _OBSERVATION_CLOSES = {"turn": _BACK, "inline": _INLINE_CLOSE}
 
 
-def split_observations(response: str) -> list[str]:
-    """The assistant texts of a response: what stands between its observations, in order. Linear in its length."""
-    texts: list[str] = []
+class Stretch(NamedTuple):
+    """What the assistant said between two observations."""
+
+    text: str
+    goes_on: bool  # whether its turn began before it
+
+
+def split_observations(response: str) -> list[Stretch]:
+    """What the assistant said in a response: what stands between its observations, in order. Linear in its length."""
+    stretches: list[Stretch] = []
     start = position = 0
+    goes_on = False
     unclosed: set[str] = set()  # kinds of frame that no later text closes: not searched again
     while opener := _OBSERVATION_OPENS.search(response, position):
         kind = opener.lastgroup or ""
@@ -247,10 +255,11 @@ def split_observations(response: str) -> list[str]:
             unclosed.add(kind)
             position = opener.end()
             continue
-        texts.append(response[start : opener.start()])
+        stretches.append(Stretch(response[start : opener.start()], goes_on))
         start = position = close + len(_OBSERVATION_CLOSES[kind])
-    texts.append(response[start:])
-    return texts
+        goes_on = kind == "inline"
+    stretches.append(Stretch(response[start:], goes_on))
+    return stretches
 
 
 # Chat tokens, and the tags of both dialects, opening and closing.

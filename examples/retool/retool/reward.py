@@ -1,9 +1,10 @@
 r"""The reward: DAPO's strict box (Yu et al. 2025) on the assistant's prose, with a nudge toward calling the tool.
 
-    response --split_observations--> assistant texts --last_box--> prediction --is_correct--> {"score", "acc", "pred"}
+    response --split_observations--> stretches --scan--> prediction --is_correct--> {"score", "acc", "pred"}
 
 Contract: +1 for a right answer. A wrong one scores -1 + 0.05 * (calls - 2), at most MAX_WRONG_SCORE, so that a wrong
-answer that tried the tool beats one that did not. No prompt, tool output, code or hallucinated output is ever scored.
+answer that tried the tool beats one that did not. No prompt, tool output, code, thought or hallucinated output is ever
+scored. Time is linear in the response, and what is compared is bounded: it runs on the event loop of the rollouts.
 
 vime's own scorer is handed in, since only generate_with_retool imports vime.
 """
@@ -13,7 +14,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypedDict
 
-from retool.actions import last_box
+from retool.actions import find_boxes, is_over, last_answer
+from retool.answers import label_text, same_answer
+from retool.blocks import scan
 from retool.chat import split_observations
 
 MAX_SCORER_CHARS = 100  # the scorer looks at no more than so many characters at the end of what it is given
@@ -38,7 +41,9 @@ def lost() -> Reward:
     return {"score": 0.0, "acc": False, "pred": ""}
 
 
-def score_response(response: str, label: Any, tool_calls: int, scorer: Scorer) -> Reward:
+def score_response(
+    response: str, label: Any, tool_calls: int, scorer: Scorer, *, cut: bool = False, in_thought: bool = False
+) -> Reward:
     """The reward of one response.
 
     Args:
@@ -46,30 +51,46 @@ def score_response(response: str, label: Any, tool_calls: int, scorer: Scorer) -
         label: the right answer, as text or as a number of any kind; a missing one is never right.
         tool_calls: calls that reached a tool.
         scorer: vime's functions.
+        cut: whether a limit ended the episode, see `prediction`.
+        in_thought: whether the prompt ends inside a thought.
     """
-    pred = prediction(response)
+    pred = prediction(response, cut, in_thought)
     if is_correct(pred, label, scorer):
         return {"score": 1.0, "acc": True, "pred": pred}
     return {"score": min(MAX_WRONG_SCORE, -1.0 + (tool_calls - 2) / 2 * 0.1), "acc": False, "pred": pred}
 
 
-def prediction(response: str) -> str:
-    """What the last complete box in the assistant's prose holds, "" without one."""
-    return next(filter(None, map(last_box, reversed(split_observations(response)))), "")
+def prediction(response: str, cut: bool = False, in_thought: bool = False) -> str:
+    """What the box of the last answer in the assistant's prose holds, "" without one.
+
+    Args:
+        response: everything after the prompt, observations included.
+        cut: whether a limit ended the episode: then a box is an answer only where the loop would have taken it for one.
+            Else the last complete box is, where there is no answer in due form.
+        in_thought: whether the prompt ends inside a thought.
+    """
+    pred = ""
+    stretches = split_observations(response)
+    for index, (text, goes_on) in enumerate(stretches):
+        is_last = index + 1 == len(stretches)
+        found = scan(text, over=True, in_thought=in_thought and (goes_on or index == 0))
+        in_thought = found.in_thought
+        if found.ends_thought:  # so what was said before was thought
+            pred = ""
+        answer = last_answer(found.words, over=not is_last or not cut or is_over(text))
+        if answer is None and not cut:
+            answer = next(reversed(find_boxes(found.words)), None)
+        if answer is not None:
+            pred = answer.content
+    return pred
 
 
 def is_correct(pred: str, label: Any, scorer: Scorer) -> bool:
-    if isinstance(label, float) and label.is_integer():
-        label = int(label)
-    label = "" if label is None else str(label).strip()
+    """Whether a prediction is right: to DAPO's strict scorer, or because it says the same, see retool/answers.py."""
+    label = label_text(label)
     if not pred or not label:  # the scorer calls a missing box right where the label is missing too
         return False
     boxed = f"\\boxed{{{pred}}}"
     if len(boxed) <= MAX_SCORER_CHARS and scorer.compute_score(boxed, label, strict_box_verify=True)["acc"]:
         return True
-    return _normal_form(pred, scorer) == _normal_form(label, scorer)
-
-
-def _normal_form(answer: str, scorer: Scorer) -> str:
-    answer = scorer.normalize(answer.replace("{,}", ""))
-    return (answer.lstrip("0") or "0") if answer.isascii() and answer.isdigit() else answer
+    return same_answer(pred, label, scorer.normalize)

@@ -8,8 +8,8 @@ import generate_with_retool as plugin
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from retool import actions
-from retool.actions import Code, Incomplete, Invalid
+from retool import actions, reward
+from retool.actions import Answer, Code, Incomplete, Invalid, ToolCall
 from tool_sandbox import tool_registry
 
 CASES = [json.loads(line) for line in (Path(__file__).parents[1] / "cases" / "actions.jsonl").read_text().splitlines()]
@@ -47,7 +47,14 @@ def json_call(code, name="code_interpreter"):
         ("So \\boxed{73}<|endoftext|>", "73"),
         ("```python\nprint(1)\n```\nHence \\boxed{7}<|im_end|>", "7"),
         ("<think>maybe \\boxed{1}</think>\nAnswer: \\boxed{2}", "2"),
-        ("<think>still thinking. Answer: \\boxed{2}", "2"),
+        ("<think>1 or 2?</think>\nSo \\boxed{2}<|im_end|>", "2"),
+        ("<think>\n\n</think>\n\nAnswer: \\boxed{2}", "2"),
+        ("Answer: \\boxed{2}\n<think>was that right?", "2"),
+        ("So \\boxed{73}。<|im_end|>", "73"),
+        ("故答案为 $\\boxed{73}$、<|im_end|>", "73"),
+        ("I write `Answer: \\boxed{...}` at the end.\nAnswer: \\boxed{2}", "2"),
+        ("Answer: \\boxed{2}\nI wrote Answer: \\boxed{answer} as asked.", "2"),
+        ("I start <code> but no.\n# Answer: \\boxed{3}", "3"),
         ("<code>\nprint('<think>')\n</code>\nAnswer: \\boxed{2}", "2"),
         ("I don't use <code> here.\nAnswer: \\boxed{3}", "3"),
         ("I start <code> but don't. Answer: \\boxed{3}, isn't it", "3"),
@@ -68,6 +75,21 @@ def test_answers(text, content):
         "So \\boxed{73}? Let me check that.<|im_end|>",
         "\\boxed{73}\nBut I am not sure<|im_end|>",
         "<think>Answer: \\boxed{1}</think>",
+        "<think>still thinking. Answer: \\boxed{2}",
+        "<think>so \\boxed{2}<|im_end|>",
+        "<think>a</think> <think>Answer: \\boxed{2}",
+        "<think>one <think>two</think>\n<think>Answer: \\boxed{2}",
+        "I end with `Answer: \\boxed{...}`.",
+        "I end with Answer: \\boxed{answer}<|im_end|>",
+        "Answer: \\boxed{\\ldots}<|im_end|>",
+        "Answer: \\boxed{\\text{your answer}}.",
+        "<code>\nx = 1\n# Answer: \\boxed{5}\nprint(x",
+        "<code>\nx = 1  # Answer: \\boxed{5}",
+        "Let me see. <code>x = 1  # Answer: \\boxed{5}",
+        "```python\n# Answer: \\boxed{5}\nprint(1",
+        "```python\nx = 1 # so \\boxed{5}",
+        "<tool_call>\n<function=code_interpreter>\n<parameter=code>\n# Answer: \\boxed{5}\nprint(1",
+        "<function=code_interpreter>\n<parameter=code>\nAnswer: \\boxed{5}",
         "it goes on. Answer: \\boxed{1}</think> Now the real work",  # a thought that an earlier turn opened
         "<interpreter>\nAnswer: \\boxed{1}\n</interpreter>",
         "<tool_response>\nAnswer: \\boxed{1}\n</tool_response>",
@@ -192,6 +214,131 @@ def test_a_users_tool(monkeypatch):
     assert plugin.postprocess_predictions(text) == ("tool", {"name": "look_up", "arguments": {"word": 1}})
 
 
+def xml_call(code, name="code_interpreter", key="code"):
+    return f"<tool_call>\n<function={name}>\n<parameter={key}>\n{code}\n</parameter>\n</function>\n</tool_call>"
+
+
+@pytest.mark.parametrize("wrapped", [True, False])
+@pytest.mark.parametrize(
+    "code",
+    [
+        "print(1)",
+        "import math\n\nfor i in range(2):\n    print(math.sqrt(i) < 2)",
+        "s = '</parameter>'\nprint(s)",
+        "s = '</parameter></function>'\nprint(s)",
+        's = """\n</parameter>\n</function>\n</tool_call>\n"""\nprint(s)',
+        "s = '<parameter=x>' + \"<function=y>\"",
+        "print('{\"a\": 1}')",
+        "print('broken)",
+        "# don't\nprint(1)",
+        "print('\\\\boxed{5}')  # Answer: \\boxed{5}",
+        "if x:\n    print('<tool_call>')",
+    ],
+)
+def test_xml_calls(code, wrapped):
+    text = xml_call(code)
+    text = text if wrapped else text.removeprefix("<tool_call>\n").removesuffix("\n</tool_call>")
+    for before, end in (("", ""), ("Let me compute.\n\n", "<|im_end|>"), ("<think>\nhm ", "\n")):
+        assert actions.read_action(before + text + end).action == Code(code, "tool_call"), (before, end)
+    assert plugin.postprocess_responses(text + " and so on") == text
+
+
+def test_an_xml_call_around_a_fence_is_its_code():
+    assert plugin.postprocess_predictions(xml_call("```python\nprint(1)\n```")) == ("code", "print(1)")
+
+
+def test_xml_calls_of_any_tool():
+    properties = {"word": {"type": "string"}, "count": {"type": "integer"}, "deep": {"type": "object"}, "odd": {}}
+    tools = {
+        "look_up": {"type": "function", "function": {"name": "look_up", "parameters": {"properties": properties}}}
+    }
+    text = (
+        "<tool_call>\n<function=look_up>\n<parameter=word>\n12\n</parameter>\n<parameter=count>\n20\n</parameter>\n"
+        '<parameter=deep>\n{"a": [1]}\n</parameter>\n<parameter=other>\n7\n</parameter>\n</function>\n</tool_call>'
+    )
+    arguments = {"word": "12", "count": 20, "deep": {"a": [1]}, "other": "7"}
+    assert actions.read_action(text, tools=tools).action == ToolCall("look_up", arguments)
+    text = "<function=look_up><parameter=count>many</parameter></function>"
+    assert actions.read_action(text, tools=tools).action == ToolCall("look_up", {"count": "many"})
+    assert actions.read_action("<function=look_up>\n</function>", tools=tools).action == ToolCall("look_up", {})
+    assert actions.read_action("<function=look_up></function>", tools=["look_up"]).action == ToolCall("look_up", {})
+    odd = {"look_up": object(), "other": {"function": {"parameters": None}}}
+    for name in odd:
+        assert actions.read_action(f"<function={name}></function>", tools=odd).action == ToolCall(name, {})
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<tool_call>\n<function=code_interpreter>\n<parameter=code>\nprint(1)\n</parameter>\n</function>",
+        "<tool_call>\n<function=code_interpreter>\n<parameter=code>\nprint('</tool_call>",
+        "<tool_call>\n<function=code_interpreter>\n<parameter=code>\nprint('</function>",
+        "<function=code_interpreter>\n<parameter=code>\nprint('</code>",
+        '<tool_call>\n{"name": "code_interpreter", "arguments": {"code": "s = \'</function>',
+        "<code>\ns = '</function>",
+        "```python\ns = '</function>",
+        "In HTML there is no </function>",
+    ],
+)
+def test_a_stop_tag_that_closes_no_call_leaves_the_turn_incomplete(text):
+    assert any(text.endswith(stop) for stop in plugin.CODE_STOPS)
+    assert isinstance(actions.read_action(text).action, Incomplete)
+    assert not isinstance(actions.read_action(text, over=True).action, Incomplete)
+
+
+def test_a_wrapped_xml_call_whose_turn_ended_is_whole():
+    text = xml_call("print(1)").removesuffix("\n</tool_call>") + "<|im_end|>"
+    assert actions.read_action(text).action == Code("print(1)", "tool_call")
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        (xml_call("1", name="browse"), "no tool 'browse'"),
+        (xml_call("1", key="source"), 'has no "code"'),
+        (xml_call("\n"), "empty"),
+        ("<function=code_interpreter>\n</function>", 'has no "code"'),
+        ("<tool_call>\n<function=code_interpreter>\n<parameter=code>\nprint(1)", "not complete"),
+        ("<function=code_interpreter>\n<parameter=code>\nprint(1)", "not complete"),
+        ("<function=code_interpreter>\n<parameter=code>\nprint(1)\n</function>", "</parameter>"),
+        ("<tool_call>\n<function=code_interpreter>\nprint(1)\n</function>\n</tool_call>", "not complete"),
+        ("<tool_call>\n<function=code_interpreter>\nprint(1)\n</tool_call>", "not complete"),
+    ],
+)
+def test_problems_of_xml_calls_are_named(text, words):
+    action = actions.read_action(text, over=True).action
+    assert isinstance(action, Invalid) and words in action.problem
+    assert isinstance(actions.read_action(text + "<|im_end|>").action, Invalid)
+
+
+def test_prose_may_speak_of_xml_calls():
+    assert actions.read_action("Use <function=name> tags. Answer: \\boxed{3}").action == Answer("3")
+    assert actions.read_action("Use <function=f> as in " + xml_call("1")).action == Code("1", "tool_call")
+    again = "<tool_call>\n<function=code_interpreter>\nno: " + xml_call("1")
+    assert actions.read_action(again).action == Code("1", "tool_call")
+
+
+def test_a_box_in_a_thought_does_not_end_the_episode():
+    """Else the call that checks it would never run."""
+    thought = "Perhaps. Answer: \\boxed{4}? Let me check.\n<code>print(4)</code>"
+    assert actions.read_action("<think>" + thought).action == Code("print(4)", "code")
+    assert actions.read_action(thought, in_thought=True).action == Code("print(4)", "code")
+    assert actions.read_action("a</think>\nAnswer: \\boxed{4}", in_thought=True).action == Answer("4")
+    assert isinstance(actions.read_action("Answer: \\boxed{4}<|im_end|>", in_thought=True).action, Invalid)
+    assert isinstance(actions.read_action("<think>Answer: \\boxed{4}<|im_end|>", in_thought=True).action, Invalid)
+
+
+def test_where_a_thought_stands():
+    def flags(text, in_thought=False):
+        found = actions.scan(text, over=True, in_thought=in_thought)
+        return found.in_thought, found.ends_thought
+
+    assert flags("x") == (False, False) and flags("x", True) == (True, False)
+    assert flags("<think>x") == (True, False) and flags("<think>x</think>") == (False, False)
+    assert flags("x</think>") == (False, True) and flags("x</think>", True) == (False, True)
+    assert flags("x</think>y<think>z", True) == (True, True)
+
+
 @pytest.mark.parametrize(
     "text, kept",
     [
@@ -199,6 +346,8 @@ def test_a_users_tool(monkeypatch):
         (json_call("1") + "\nthen", json_call("1")),
         (json_call("1") + "x" + json_call("2") + "y", json_call("1") + "x" + json_call("2")),
         ("```python\n1\n``` and so on", "```python\n1\n```"),
+        ("```python\n1\n```junk", "```python\n1\n```"),
+        ("```python\n1\n```junk\n```python\n2", "```python\n1\n```"),
         ("Answer: \\boxed{\\frac{1}{2}} done", "Answer: \\boxed{\\frac{1}{2}}"),
         ("<answer>\n\\boxed{5}\n</answer> bye", "<answer>\n\\boxed{5}\n</answer>"),
         ("<code>1</code>\nAnswer: \\boxed{7}. Bye", "<code>1</code>\nAnswer: \\boxed{7}"),
@@ -224,6 +373,7 @@ PIECES = st.sampled_from(
     ]
     + ["```python\n", "Answer:", "\\boxed{", "{", "}", '"', "'", '"""', "'''", "\\", "\n", "#", " ", "x", "<|im_end|>"]
     + ['{"name": "code_interpreter", "arguments": {"code": "', "print(1)", "<answer>", "</answer>", "\0", "\ud800"]
+    + ["<function=code_interpreter>", "<parameter=code>", "</parameter>", "</function>"]
 )
 
 
@@ -277,7 +427,7 @@ def test_reading_is_linear(start, piece):
             actions.read_action(text, over=False)
             actions.read_action(text, over=True)
             plugin.postprocess_responses(text)
-            actions.last_box(text)
+            reward.prediction(text)
             best = min(best, time.perf_counter() - begun)
         return best
 

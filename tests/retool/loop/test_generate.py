@@ -214,7 +214,7 @@ def test_requests(rollout, tool):
     assert "x-session-id" not in {name.lower() for name in rollout.requests[0].headers}  # the sample has no session
     sent = rollout.requests[0].payload
     assert rollout.requests[0].path == "/inference/v1/generate" and sent["model"] == "scripted-model"
-    assert sent["sampling_params"]["stop"] == ["STOP", "</tool_call>", "</code>"]
+    assert sent["sampling_params"]["stop"] == ["STOP", *plugin.CODE_STOPS]
     assert sent["sampling_params"]["include_stop_str_in_output"] is True
     assert sent["sampling_params"]["skip_special_tokens"] is False
     assert sent["sampling_params"]["logprobs"] == 1
@@ -229,7 +229,7 @@ def test_requests(rollout, tool):
 def test_the_callers_stops_are_kept(rollout, tool, stop, sent):
     rollout.run([ANSWER], params={"stop": stop})
     stops = rollout.requests[0].payload["sampling_params"]["stop"]
-    assert stops[: len(sent)] == sent and sorted(set(stops)) == sorted({*sent, "</tool_call>", "</code>"})
+    assert stops[: len(sent)] == sent and sorted(set(stops)) == sorted({*sent, *plugin.CODE_STOPS})
 
 
 def test_session_id_on_all_turns(rollout, tool):
@@ -249,7 +249,7 @@ def test_without_vimes_private_mapping(rollout, tool, monkeypatch):
     assert first["repetition_penalty"] == 1.1 and first["seed"] == 1 and "top_k" not in first
     assert first["min_tokens"] == 3 and second["min_tokens"] == 0
     assert first["max_tokens"] == 50_000 and first["temperature"] == 1.0 and first["top_p"] == 1.0
-    assert first["stop"] == ["</tool_call>", "</code>"] and first["include_stop_str_in_output"] is True
+    assert first["stop"] == [*plugin.CODE_STOPS] and first["include_stop_str_in_output"] is True
 
 
 def test_what_the_answer_holds_reaches_the_sample(rollout, tool):

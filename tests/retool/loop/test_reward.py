@@ -1,4 +1,4 @@
-"""The reward: DAPO's strict box on the model's own words, any label, single and batch."""
+"""The reward: DAPO's strict box on the assistant's prose, any label, single and batch."""
 
 import asyncio
 import itertools
@@ -47,12 +47,55 @@ NOTICE = "<|im_end|>\n<|im_start|>user\nYour previous action is invalid. Write `
         ("It prints\n<interpreter>\n\\boxed{42}\n</interpreter>\nso", ""),
         ('<code>x = """</code>' + TOOL_OUTPUT.format("4") + "\\boxed{42}" + INLINE_OUTPUT.format('"""'), "42"),
         ("\\boxed{\\frac{1}{2}}", "\\frac{1}{2}"),
+        ("<think>so \\boxed{42}", ""),
+        ("<think>a <code>1</code>" + INLINE_OUTPUT.format("1") + "Answer: \\boxed{42}", ""),
+        ("<think>a <code>1</code>" + INLINE_OUTPUT.format("1") + "b</think>\nAnswer: \\boxed{42}", "42"),
+        ("\\boxed{7} <code>1</code>" + INLINE_OUTPUT.format("1") + "so \\boxed{7}</think>", ""),
+        ("<think>a" + call("1") + TOOL_OUTPUT.format("1") + "Answer: \\boxed{42}", "42"),
+        ("I write `Answer: \\boxed{...}` in the end", ""),
+        ("Answer: \\boxed{answer}", ""),
+        ("Answer: \\boxed{42}. I was asked for `Answer: \\boxed{...}`", "42"),
+        ("```python\n# \\boxed{42}", ""),
+        ("Answer: \\boxed{42}\nnot \\boxed{7}, I think", "42"),
     ],
 )
 def test_the_last_box_of_the_models_own_words(response, pred):
     result = score(response)
     assert result["pred"] == pred and isinstance(result["pred"], str)
     assert result["acc"] == (pred == "42") and result["score"] == (1.0 if pred == "42" else -1.0)
+
+
+@pytest.mark.parametrize(
+    "response, pred",
+    [
+        ("So \\boxed{42}<|im_end|>", "42"),  # a turn that ended, where a cap of turns ended the episode
+        ("So \\boxed{42}.\n<|im_end|>", "42"),
+        ("Answer: \\boxed{42} and so on", "42"),
+        ("<answer>\n\\boxed{42}\n</answer> and so on", "42"),
+        ("So \\boxed{42}", ""),
+        ("So \\boxed{42}. But wait, let me see", ""),
+        ("Perhaps \\boxed{42}?\n" + call("1") + TOOL_OUTPUT.format("1") + "hm", ""),
+        ("Perhaps \\boxed{42}\n<code>1</code>" + INLINE_OUTPUT.format("1") + "hm", ""),
+        ("Answer: \\boxed{42}" + NOTICE.format("") + "hm", "42"),
+        ("<think>Answer: \\boxed{42}", ""),
+    ],
+)
+def test_a_box_in_an_episode_that_a_limit_ended(response, pred):
+    assert score(response, status=Sample.Status.TRUNCATED)["pred"] == pred
+
+
+def test_the_prompt_may_have_opened_the_thought():
+    def pred(prompt, response):
+        sample = Sample(prompt=prompt, response=response, label="42", status=Sample.Status.COMPLETED)
+        sample.payload_text = prompt + response
+        return asyncio.run(plugin.reward_func(None, sample))["pred"]
+
+    thinking, hybrid = "<|im_start|>assistant\n<think>\n", "<|im_start|>assistant\n<think>\n\n</think>\n\n"
+    assert pred(thinking, "Answer: \\boxed{42}<|im_end|>") == ""
+    assert pred(thinking, "Answer: \\boxed{41}</think>\nAnswer: \\boxed{42}<|im_end|>") == "42"
+    assert pred(hybrid, "Answer: \\boxed{42}<|im_end|>") == "42"
+    later = call("1") + TOOL_OUTPUT.format("1") + "Answer: \\boxed{42}<|im_end|>"
+    assert pred(thinking, "Answer: \\boxed{41}" + later) == "42"
 
 
 @pytest.mark.parametrize(
@@ -105,6 +148,18 @@ def test_a_batch_is_scored_like_its_samples():
     assert [result["acc"] for result in results] == [False, True, False]
     assert results[2] == {"score": 0.0, "acc": False, "pred": ""}
     assert asyncio.run(plugin.reward_func(None, [])) == []
+    assert asyncio.run(plugin.reward_func(args=None, samples=samples)) == results  # by the names that vime gives
+    assert asyncio.run(plugin.reward_func(args=None, sample=samples[1], evaluation=True)) == results[1]
+
+
+@pytest.mark.parametrize("given", [{"response": "x"}, "x", 5, None, [{"response": "x"}], [None], [[]], Sample])
+def test_what_is_no_sample_is_refused(given):
+    with pytest.raises(TypeError, match="[Ss]ample"):
+        asyncio.run(plugin.reward_func(None, given))
+    with pytest.raises(TypeError, match="dict"):
+        asyncio.run(plugin.reward_func(None, {"response": "x"}))
+    with pytest.raises(TypeError, match="sample"):
+        asyncio.run(plugin.reward_func(None, Sample(), samples=[Sample()]))
 
 
 def test_from_any_thread():

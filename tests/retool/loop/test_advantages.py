@@ -1,0 +1,193 @@
+"""Advantages: vime's own where nothing was lost, and nobody's changed where something was."""
+
+import ast
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import generate_with_retool as plugin
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from retool import advantages
+
+from vime.utils.types import Sample
+
+RIGHT, WRONG = 1.0, -1.0
+
+
+def make_args(**changes):
+    values = dict(
+        advantage_estimator="grpo",
+        rewards_normalization=True,
+        grpo_std_normalization=True,
+        n_samples_per_prompt=8,
+        rollout_batch_size=1,
+        reward_key="score",
+    )
+    return SimpleNamespace(**{**values, **changes})
+
+
+def sample(score, group=0, **changes):
+    made = Sample(group_index=group, response_length=2, loss_mask=[1, 0], status=Sample.Status.COMPLETED)
+    made.reward = {"score": score, "acc": score > 0, "pred": ""}
+    for name, value in changes.items():
+        setattr(made, name, value)
+    return made
+
+
+def lost(group=0):
+    reward = {"score": 0.0, "acc": False, "pred": ""}
+    return sample(0.0, group, reward=reward, remove_sample=True, status=Sample.Status.ABORTED)
+
+
+def rewards(samples, spread="accuracy", **args):
+    raw, normalized = advantages.normalize(make_args(**args), samples, spread)
+    assert len(raw) == len(normalized)
+    return normalized
+
+
+@pytest.mark.parametrize("spread", advantages.SPREADS)
+@pytest.mark.parametrize("score", [WRONG, RIGHT])
+def test_a_lost_sample_among_equals_changes_nothing(score, spread):
+    assert rewards([sample(score) for _ in range(7)] + [lost()], spread) == [0.0] * 8
+
+
+LOST = {
+    "removed": dict(remove_sample=True),
+    "aborted": dict(status=Sample.Status.ABORTED),
+    "masked": dict(loss_mask=[0, 0]),
+    "empty": dict(loss_mask=[], response_length=0),
+    "empty without a mask": dict(loss_mask=None, response_length=0),
+    "aborted by vime": dict(status=Sample.Status.ABORTED, reward=None),
+}
+
+
+@pytest.mark.parametrize("changes", LOST.values(), ids=LOST.keys())
+@pytest.mark.parametrize("estimator", [*advantages.GROUP_ESTIMATORS, "ppo", "reinforce_plus_plus"])
+def test_the_others_get_what_they_get_without_the_lost_one(changes, estimator):
+    others = [sample(RIGHT), sample(WRONG), sample(-0.9), sample(RIGHT, loss_mask=None)]
+    one_lost = [*others[:2], sample(-0.6, **changes), *others[2:]]
+    alone = rewards(others, advantage_estimator=estimator)
+    together = rewards(one_lost, advantage_estimator=estimator)
+    assert together[2] == 0.0 and together[:2] + together[3:] == alone
+    assert len(set(alone)) == 3
+
+
+def test_groups_are_told_by_their_index_whatever_their_sizes():
+    groups = [[sample(RIGHT, 5), sample(WRONG, 5)], [sample(RIGHT, 9), sample(WRONG, 9), sample(WRONG, 9)]]
+    expected = [rewards(group) for group in groups]
+    mixed = [groups[1][0], groups[0][0], groups[1][1], groups[0][1], groups[1][2]]
+    assert rewards(mixed) == [expected[1][0], expected[0][0], expected[1][1], expected[0][1], expected[1][2]]
+    assert rewards(groups) == expected[0] + expected[1]  # nested, as a generate function may return them
+    assert rewards([[groups[0][0], [groups[0][1]]], groups[1]]) == expected[0] + expected[1]
+
+
+class Bare(SimpleNamespace):
+    """A sample of a class that knows no groups."""
+
+    Status = Sample.Status
+
+
+def test_samples_without_an_index_stand_in_whole_groups_or_are_one():
+    scores = [RIGHT, WRONG, WRONG, WRONG]
+    numbered = [sample(score, index // 2) for index, score in enumerate(scores)]
+    unnumbered = [sample(score, None) for score in scores]
+    assert rewards(unnumbered, n_samples_per_prompt=2) == rewards(numbered)
+    assert rewards(unnumbered, n_samples_per_prompt=3) == rewards([sample(score) for score in scores])
+    bare = [Bare(**{k: v for k, v in vars(one).items() if k != "group_index"}) for one in unnumbered]
+    assert rewards(bare, n_samples_per_prompt=2) == rewards(numbered)
+
+
+def test_a_group_that_cannot_be_compared_trains_nothing():
+    assert rewards([sample(RIGHT), lost(), lost()]) == [0.0] * 3
+    assert rewards([lost(), lost()]) == [0.0] * 2
+    assert rewards([]) == []
+    assert rewards([sample(RIGHT)], n_samples_per_prompt=1) == [0.0]  # vime's own is NaN
+
+
+def test_the_tool_bonus_alone_is_no_spread():
+    wrong = [sample(score) for score in (-1.1, -1.0, -0.9, -0.6)]
+    assert rewards(wrong) == [0.0] * 4
+    assert max(rewards(wrong, "score")) > 1.0  # vime's behavior
+    unsaid = [sample(0, reward=score) for score in (-1.1, -1.0)]  # a reward of another function
+    assert rewards(unsaid, reward_key=None)[1] > 0
+
+
+def test_the_setting(monkeypatch):
+    wrong = [sample(score) for score in (-1.1, -1.0, -0.9, -0.6)]
+    assert plugin.normalize_rewards(make_args(), wrong) == ([-1.1, -1.0, -0.9, -0.6], [0.0] * 4)
+    monkeypatch.setitem(plugin.TOOL_CONFIGS, "advantage_spread", "score")
+    assert plugin.normalize_rewards(make_args(), wrong)[1][-1] > 1.0
+    monkeypatch.setitem(plugin.TOOL_CONFIGS, "advantage_spread", "luck")
+    with pytest.raises(ValueError, match="advantage_spread is 'luck'.*accuracy, score"):
+        plugin.normalize_rewards(make_args(), wrong)
+
+
+def test_a_reward_that_is_missing_is_an_error():
+    with pytest.raises(TypeError):
+        rewards([sample(RIGHT), sample(RIGHT, reward=None)])
+
+
+@pytest.fixture(scope="module")
+def vimes():
+    """vime's own post-processing, taken from its source: importing its module needs what only a trainer has."""
+    root = os.environ.get("VIME_ROOT")
+    if not root:
+        pytest.skip("VIME_ROOT names no vime checkout to compare with")
+    torch = pytest.importorskip("torch", reason="vime computes advantages with torch, which is not installed here")
+    source = (Path(root) / "vime" / "ray" / "rollout.py").read_text()
+    tree = ast.parse(source)
+    [function] = [
+        node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == "_post_process_rewards"
+    ]
+    names = {"torch": torch, "Sample": Sample}
+    exec(compile(ast.Module([function], []), "vime", "exec"), names)
+
+    def post_process(args, samples):
+        manager = SimpleNamespace(args=args, custom_reward_post_process_func=None)
+        return names["_post_process_rewards"](manager, samples)
+
+    post_process.knows = lambda estimator: f'"{estimator}"' in ast.get_source_segment(source, function)
+    return post_process
+
+
+SCORES = st.sampled_from([RIGHT, -1.1, -1.05, -1.0, -0.95, -0.6])
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    groups=st.integers(2, 5).flatmap(
+        lambda size: st.lists(st.lists(SCORES, min_size=size, max_size=size), min_size=1, max_size=4)
+    ),
+    estimator=st.sampled_from([*advantages.GROUP_ESTIMATORS, "ppo", "reinforce_plus_plus"]),
+    normalization=st.booleans(),
+    std=st.booleans(),
+    spread=st.sampled_from(advantages.SPREADS),
+)
+def test_whole_groups_get_vimes_own(vimes, groups, estimator, normalization, std, spread):
+    assume(vimes.knows(estimator) or estimator not in advantages.GROUP_ESTIMATORS)  # June's does not know cispo
+    args = make_args(
+        advantage_estimator=estimator,
+        rewards_normalization=normalization,
+        grpo_std_normalization=std,
+        n_samples_per_prompt=len(groups[0]),
+        rollout_batch_size=len(groups),
+    )
+    samples = [sample(score, index) for index, group in enumerate(groups) for score in group]
+    expected_raw, expected = vimes(args, samples)
+    raw, mine = advantages.normalize(args, samples, spread)
+    assert raw == expected_raw
+    has_spread = [len({score > 0 for score in group} if spread == "accuracy" else set(group)) > 1 for group in groups]
+    for index, (one, other) in enumerate(zip(mine, expected, strict=True)):
+        if not normalization or estimator not in advantages.GROUP_ESTIMATORS or has_spread[index // len(groups[0])]:
+            assert one == pytest.approx(other, abs=1e-4)
+        else:
+            assert one == 0.0
+
+
+def test_vimes_own_bends_the_others(vimes):
+    """What the plugin's is for; if vime mends it, this says so."""
+    _, wrong = vimes(make_args(), [sample(WRONG) for _ in range(7)] + [lost()])
+    _, right = vimes(make_args(), [sample(RIGHT) for _ in range(7)] + [lost()])
+    assert wrong[0] == pytest.approx(-0.3535, abs=1e-3) and right[0] == pytest.approx(0.3535, abs=1e-3)

@@ -1,0 +1,133 @@
+"""Which answers are the same: the table, what no table can list, and that the time is bounded."""
+
+import json
+import time
+from decimal import Decimal
+from fractions import Fraction
+from pathlib import Path
+
+import generate_with_retool as plugin
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from retool import answers, reward
+
+TABLE = [json.loads(line) for line in (Path(__file__).parents[1] / "cases" / "answers.jsonl").read_text().splitlines()]
+SCORER = reward.Scorer(plugin.compute_score, plugin.normalize_final_answer)
+
+
+def equal(pred, label):
+    return reward.is_correct(pred, label, SCORER)
+
+
+@pytest.mark.parametrize("case", TABLE, ids=[f"{case['label']!r} {case['pred']!r}" for case in TABLE])
+def test_the_table(case):
+    assert equal(case["pred"], case["label"]) is case["equal"]
+
+
+def test_the_table_covers_both_sides():
+    assert len(TABLE) >= 115 and 40 <= sum(case["equal"] for case in TABLE) <= len(TABLE) - 40
+
+
+DRESSES = ["{}", "{}.", "+{}", "00{}", "{}.00", "${}$", "\\left({}\\right)", "\\mathbf{{{}}}", "{}^\\circ", "{}\\%"]
+DRESSES += ["{}\\text{{ cm}}", "{}\\,\\mathrm{{m}}", "x = {}", "\\({}\\)", "\\frac{{{}}}{{1}}", "{}/1"]
+
+
+@given(st.integers(0, 10**9), st.integers(0, 10**9), st.sampled_from(DRESSES), st.sampled_from(DRESSES))
+def test_numbers_are_equal_if_their_values_are(one, other, dress, other_dress):
+    assert equal(dress.format(one), other_dress.format(one))
+    if "00{}" not in dress and "{}.00" not in dress:
+        assert equal(dress.format(f"{one:,}"), str(one))
+    assert equal(dress.format(one), other_dress.format(other)) is (one == other)
+
+
+@settings(max_examples=300)
+@given(st.text(alphabet="0123456789.,-+/= \\{}$^x°%", max_size=10), st.text(alphabet="0123456789.,-/ ", max_size=6))
+def test_what_is_read_as_a_number_is_that_number(pred, label):
+    """The digits that were written are those of the value: none is dropped, none is joined to another number."""
+    value = answers.number(pred)
+    if value is not None and "/" not in pred and "frac" not in pred:
+        written = "".join(
+            character for character in pred.rpartition("=")[2] if character.isdigit() or character == "."
+        )
+        assert abs(value) == Fraction(written.rstrip(".") or "0")
+    assert equal(pred, label) is (bool(pred and label.strip()) and equal(label.strip(), pred.strip()))
+
+
+@given(st.text(max_size=90), st.text(max_size=90))
+def test_what_the_strict_scorer_accepts_is_right(pred, label):
+    if (
+        pred
+        and label.strip() == label
+        and plugin.compute_score(f"\\boxed{{{pred}}}", label, strict_box_verify=True)["acc"]
+    ):
+        assert equal(pred, label)
+    assert not (pred and pred.strip() == pred) or equal(pred, pred)
+
+
+@pytest.mark.parametrize(
+    "label, pred, right",
+    [
+        (34, "34.0", True),
+        (34.0, "34", True),
+        (1e16, "10000000000000000", True),
+        (0.1, "0.1", True),
+        (0.1, "1/10", True),
+        (1e-7, "0.0000001", True),
+        (Decimal("34.0"), "34", True),
+        (Decimal("1E+3"), "1000", True),
+        (Fraction(1, 2), "0.5", True),
+        (float("nan"), "0", False),
+        (float("inf"), "1", False),
+        (Decimal("1E+999999999"), "1", False),
+        (True, "1", False),
+        ("None", "None", True),
+        ("1e999999999", "1", False),
+        ("1e999999999", "1e999999999", True),
+    ],
+)
+def test_labels_of_any_type(label, pred, right):
+    assert equal(pred, label) is right
+
+
+def test_a_label_too_long_to_be_written_is_no_answer():
+    assert not equal("1", 10**5000)
+
+
+@pytest.mark.parametrize(
+    "piece",
+    [
+        "word ",
+        "9",
+        "1,000",
+        "$x",
+        "$",
+        "\\text{",
+        "{",
+        "(",
+        "\\frac1",
+        "frac",
+        "=",
+        "x=",
+        " ",
+        "1 000",
+        "cm ",
+        "\\,",
+        "^2",
+    ]
+    + ["square feet ", "-", ".", "π", "\\left(", "{}", "\\boxed{", "or ", "\\overline{"],
+)
+def test_comparing_takes_bounded_time(piece):
+    def seconds(chars):
+        text = (piece * chars)[:chars]
+        best = float("inf")
+        for _ in range(3):
+            begun = time.thread_time()
+            equal(text, "42")
+            equal(text, text[:-1] + "!")
+            equal("42", text)
+            best = min(best, time.thread_time() - begun)
+        return best
+
+    assert seconds(answers.MAX_COMPARED_CHARS) < 0.05
+    assert seconds(200_000) < 0.05

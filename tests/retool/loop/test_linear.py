@@ -1,0 +1,130 @@
+"""Nothing that reads what a model wrote blocks the loop: time grows with the text, whatever is repeated in it.
+
+The clock is the thread's own, so a busy machine changes little.
+"""
+
+import asyncio
+import time
+
+import generate_with_retool as plugin
+import pytest
+from retool import actions, chat, reward
+
+from vime.utils.types import Sample
+
+CHARS = 24_000
+PIECES = {
+    "words": "word ",
+    "digits": "123456789",
+    "user turns": "<|im_start|>user\n",
+    "user turns on lines": "\n<|im_start|>user\n",
+    "turns": "<|im_end|>\n<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n",
+    "interpreters": "\n\n<interpreter>\n",
+    "interpreter outputs": "\n\n<interpreter>\nx\n</interpreter>\n\n",
+    "responses": "<tool_response>",
+    "code": "<code>",
+    "code and comments": "<code>\n```\n# ",
+    "code that ends": "<code>1</code>",
+    "code in strings": '"<code></code>" ',
+    "code and quotes": "<code>'",
+    "triple quotes": "<code>'''\"\"\"",
+    "broken strings": "'\"\n",
+    "escaped quotes": "\\'",
+    "calls": "<tool_call>",
+    "empty calls": "<tool_call>{}",
+    "call objects": "<tool_call>{",
+    "calls and names": '<tool_call>{"name": <tool_call>',
+    "calls in strings": '<tool_call>{"a":"<tool_call>",',
+    "call quotes": '<tool_call>{"',
+    "objects and space": "}  ",
+    "XML calls": "<function=f>",
+    "XML parameters": "<function=f><parameter=p>",
+    "XML values": "<function=f><parameter=p></parameter><parameter=p>",
+    "XML values in strings": "<function=f><parameter=p>'</parameter><parameter=",
+    "XML calls that end": "<function=f></function>",
+    "wrapped XML calls": "<tool_call><function=f><parameter=p>",
+    "fences": "```python\n",
+    "fences with words": "```python\n1\n```junk\n",
+    "backticks": "`",
+    "thoughts": "<think></think>",
+    "open thoughts": "<think>",
+    "closed thoughts": "</think>",
+    "open boxes": "\\boxed{",
+    "boxes": "\\boxed{1} ",
+    "answers": "Answer: \\boxed{1}",
+    "labels": "Answer:\n",
+    "answer tags": "<answer>",
+    "stars": "answer*",
+    "dots": ".",
+    "dollars": "$x",
+    "braces": "{",
+    "spaces": " ",
+    "lines": "\n",
+    "hashes": "#",
+    "backslashes": "\\",
+}
+# What the piece is repeated in. The last one holds boxes around code, none of which is one.
+FRAMES = {
+    "alone": "{}",
+    "box": "Answer: \\boxed{{{}}}",
+    "code": "<code>\n```python\nx{}\n```\n</code>",
+    "string": "<code>'{}",
+    "call": '<tool_call>{{"name": "code_interpreter", "arguments": {{"code": "{}"}}}}</tool_call>',
+    "XML call": "<function=code_interpreter><parameter=code>{}</parameter></function>",
+    "fence": "```python\n{}",
+    "ends in a tag": "{}\n<code><tool_call><function=",
+}
+
+
+def framed(frame, piece, chars):
+    return FRAMES[frame].format((piece * (chars // len(piece) + 1))[:chars])
+
+
+def work_of(text):
+    sample = Sample(prompt="", response=text, label="42", status=Sample.Status.TRUNCATED)
+    return {
+        "reader": lambda: (actions.read_action(text, over=False), actions.read_action(text, over=True)),
+        "frames": lambda: chat.split_observations(text),
+        "reward": lambda: asyncio.run(plugin.reward_func(None, sample)),
+        "comparison": lambda: reward.is_correct(text, "42", SCORER),
+        "cut": lambda: plugin.postprocess_responses(text),
+    }
+
+
+SCORER = reward.Scorer(plugin.compute_score, plugin.normalize_final_answer)
+
+
+def seconds(work, tries=2):
+    best = float("inf")
+    for _ in range(tries):
+        begun = time.thread_time()
+        work()
+        best = min(best, time.thread_time() - begun)
+    return best
+
+
+@pytest.mark.parametrize("frame", FRAMES)
+@pytest.mark.parametrize("piece", PIECES.values(), ids=PIECES.keys())
+def test_twice_the_text_takes_less_than_three_times_as_long(frame, piece):
+    once, twice = (work_of(framed(frame, piece, chars)) for chars in (CHARS // 2, CHARS))
+    for name in once:
+        for _ in range(3):  # a pause of the machine is no verdict
+            short, long = seconds(once[name]), seconds(twice[name])
+            if long < 3 * short + 0.002:
+                break
+        assert long < 3 * short + 0.002, (name, short, long)
+
+
+@pytest.mark.parametrize("frame", ["alone", "ends in a tag"])
+@pytest.mark.parametrize("piece", PIECES.values(), ids=PIECES.keys())
+def test_a_reward_of_32k_tokens_takes_milliseconds(frame, piece):
+    """Under 50 ms on the machine where it was measured; the bound here leaves room for slower ones."""
+    assert seconds(work_of(framed(frame, piece, 120_000))["reward"], tries=4) < 0.15
+
+
+def test_many_turns_are_read_once():
+    def response(turns):
+        return ("x = \\boxed{1} so <code>1</code>\n\n<interpreter>\n1\n</interpreter>\n\n") * turns
+
+    once, twice = (work_of(response(turns))["reward"] for turns in (500, 1000))
+    assert seconds(twice) < 3 * seconds(once) + 0.002
