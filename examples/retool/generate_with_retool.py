@@ -44,7 +44,19 @@ from retool.chat import (
     split_prompt,
 )
 from retool.engine import EngineError, EngineRefused
-from retool.episode import CallRecord, EndReason, Episode, Limits, Turn, append_observation, encode, record, reset
+from retool.episode import (
+    CallRecord,
+    EndReason,
+    Episode,
+    Limits,
+    Turn,
+    append_observation,
+    encode,
+    frame_length,
+    record,
+    reset,
+    vocabulary,
+)
 from retool.failures import TooManyFailures
 from tool_sandbox import TOOL_CONFIGS, SandboxError, tool_registry
 
@@ -232,7 +244,8 @@ async def _complete(episode: Episode, room: int) -> engine.Completion:
         "token_ids": list(sample.tokens),
         "sampling_params": _engine_sampling_params(params),
     }
-    return await engine.complete(post, f"{args.vllm_router_ip}:{args.vllm_router_port}", payload, headers)
+    router = f"{args.vllm_router_ip}:{args.vllm_router_port}"
+    return await engine.complete(post, router, payload, headers, vocabulary(episode.state.tokenizer))
 
 
 def _engine_sampling_params(params: dict[str, Any]) -> dict[str, Any]:
@@ -270,7 +283,7 @@ def _end_reason(episode: Episode, turn: Turn, around: Frame) -> EndReason | None
         return EndReason.CALL_CAP
     if episode.turns >= TOOL_CONFIGS["max_turns"]:
         return EndReason.TURN_CAP
-    if episode.limits.room(episode.sample) <= len(encode(episode.state.tokenizer, "".join(around))):
+    if episode.limits.room(episode.sample) <= frame_length(episode.state.tokenizer, around):
         return episode.limits.binding(episode.sample)
     return None
 

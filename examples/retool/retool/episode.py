@@ -128,6 +128,8 @@ def record(
     episode: Episode, ids: list[int], text: str, log_probs: list[float] | None, meta: dict[str, Any] | None
 ) -> None:
     """The one writer of tokens: ids, mask, log-probs and text move together. EngineError for meta that does not fit."""
+    if ids and meta:  # vime's Sample takes one version of the weights for a request, the last
+        episode.sample.weight_versions += meta.get("earlier_weight_versions", [])
     try:
         episode.sample.append_response_tokens(
             episode.args, tokens=ids, log_probs=log_probs, trainable=log_probs is not None, meta_info=meta, text=text
@@ -138,7 +140,7 @@ def record(
 
 def append_observation(episode: Episode, around: Frame, body: str) -> None:
     tokenizer, room = episode.state.tokenizer, episode.limits.room(episode.sample)
-    bare = len(encode(tokenizer, "".join(around)))
+    bare = frame_length(tokenizer, around)
     text, ids = _fit_observation(tokenizer, around, neutralize(body), max(bare, room - ANSWER_TOKENS))
     record(episode, ids, text, None, None)
 
@@ -154,5 +156,46 @@ def _fit_observation(tokenizer: Any, around: Frame, body: str, room: int) -> tup
         kept = kept * room // (len(ids) + 1) if kept > MIN_BODY_CHARS else 0
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# The tokenizer
+# ---------------------------------------------------------------------------------------------------------------------
+
+
 def encode(tokenizer: Any, text: str) -> list[int]:
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+class _Known(NamedTuple):
+    """What a tokenizer was asked once; a process has one tokenizer."""
+
+    tokenizer: Any
+    vocabulary: int | None
+    frames: dict[Frame, int]
+
+
+_known = _Known(None, None, {})
+
+
+def vocabulary(tokenizer: Any) -> int | None:
+    """How many ids there are, None if the tokenizer does not say."""
+    return _ask(tokenizer).vocabulary
+
+
+def frame_length(tokenizer: Any, around: Frame) -> int:
+    """Of the bare frame of an observation, in tokens."""
+    frames = _ask(tokenizer).frames
+    if around not in frames:
+        frames[around] = len(encode(tokenizer, "".join(around)))
+    return frames[around]
+
+
+def _ask(tokenizer: Any) -> _Known:
+    global _known
+    known = _known
+    if known.tokenizer is not tokenizer:  # threads may meet here: each goes on with what it has read itself
+        try:
+            size = len(tokenizer) or None
+        except TypeError:
+            size = None
+        _known = known = _Known(tokenizer, size, {})
+    return known
