@@ -51,10 +51,14 @@ from retool.episode import (
     Limits,
     Turn,
     append_observation,
+    begin_turn,
     encode,
     frame_length,
-    record,
+    progress,
+    record_turn,
     reset,
+    resumable,
+    resume,
     vocabulary,
 )
 from retool.failures import TooManyFailures
@@ -142,7 +146,7 @@ async def generate(args, sample: Sample, sampling_params: dict[str, Any], evalua
                 end = reason
                 break
             observation = await _act(episode, turn.action)
-            if episode.aborting:
+            if episode.aborting and not episode.continued:  # else a finished call would be made again
                 end = EndReason.ABORT
                 break
             append_observation(episode, around, observation)
@@ -163,9 +167,6 @@ generate.abort_mode = "request"  # type: ignore[attr-defined]
 
 
 def _open_episode(args: Any, sample: Any, sampling_params: dict[str, Any], evaluation: bool) -> Episode:
-    assert not getattr(
-        args, "partial_rollout", False
-    ), "retool cannot continue partial rollouts: start vime without --partial-rollout"
     if not hasattr(sample, "append_response_tokens"):
         raise RuntimeError("this vime is too old for retool: Sample.append_response_tokens (July 2026) is missing")
     if any(value is not None for value in (getattr(sample, "multimodal_inputs", None) or {}).values()):
@@ -173,17 +174,22 @@ def _open_episode(args: Any, sample: Any, sampling_params: dict[str, Any], evalu
     state: Any = GenerateState(args)
     tools = tool_registry.get_tool_specs()
     prompt = render_prompt(sample.prompt, tools)
-    reset(sample)
-    sample.tokens = encode(state.tokenizer, prompt)
-    sample.payload_text = prompt
-    sample.payload_has_system = f"{IM_START}system" in prompt
-    sample.payload_has_tools = "<tools>" in prompt
-
     params = dict(sampling_params)
     stop = params.get("stop") or []
     stop = [stop] if isinstance(stop, str) else list(stop)
     params["stop"] = stop + [tag for tag in CODE_STOPS if tag not in stop]
-    return Episode(args, sample, state, params, _limits(args, params, evaluation))
+    episode = Episode(args, sample, state, params, _limits(args, params, evaluation), prompt)
+    left = resumable(sample) if episode.continued else None
+    if left:
+        resume(episode, left)
+    else:
+        reset(sample)
+        sample.tokens = encode(state.tokenizer, prompt)
+        begin_turn(episode)
+    sample.payload_text = prompt
+    sample.payload_has_system = f"{IM_START}system" in prompt
+    sample.payload_has_tools = "<tools>" in prompt
+    return episode
 
 
 def _limits(args: Any, params: dict[str, Any], evaluation: bool) -> Limits:
@@ -196,37 +202,47 @@ def _limits(args: Any, params: dict[str, Any], evaluation: bool) -> Limits:
 
 
 async def _sample_turn(episode: Episode) -> Turn:
-    """One request, and more only while the stop tag that ended it stands inside an unfinished string."""
-    sample, limits, tokenizer = episode.sample, episode.limits, episode.state.tokenizer
-    ids: list[int] = []
-    turn = Turn("", Invalid(""))
-    hallucinated = 0
-    for attempt in range(MAX_REQUESTS_PER_TURN):
+    """One request, and more only while the stop tag that ended it stands inside an unfinished string, or where a turn
+    that an abort had cut goes on."""
+    sample, limits = episode.sample, episode.limits
+    text, reading = sample.response[episode.text_start :], None
+    while not episode.turn_over:
         room, binding = limits.room(sample), limits.binding(sample)
         if room <= 0:
-            return turn._replace(cut_by=binding)
+            return Turn(text, Invalid(""), cut_by=binding)
         if episode.aborting:
-            return turn._replace(cut_by=EndReason.ABORT)
+            return Turn(text, Invalid(""), cut_by=EndReason.ABORT)
         with trace_span(sample, "retool_turn", attrs={"turn": episode.turns, "max_new_tokens": room}):
             completion = await _complete(episode, room)
         if completion.finish_reason == "abort":
-            return turn._replace(cut_by=EndReason.ABORT)
-        said = tokenizer.decode(completion.token_ids, skip_special_tokens=False)
-        record(episode, completion.token_ids, said, completion.log_probs, completion.meta)
-        episode.turns += attempt == 0
+            _keep_partial_turn(episode, completion)
+            return Turn(text, Invalid(""), cut_by=EndReason.ABORT)
+        text = record_turn(episode, *completion)
         if completion.finish_reason == "length":
-            return turn._replace(cut_by=binding)
-        ids += completion.token_ids
-        text = tokenizer.decode(ids, skip_special_tokens=False) if attempt else said
-        action, hallucinated = read_action(text, tools=tool_registry.tools)
-        turn = Turn(text, action)
-        if not isinstance(action, Incomplete) or not completion.token_ids:
-            break
-    if isinstance(turn.action, Incomplete):
-        action, hallucinated = read_action(turn.text, over=True, tools=tool_registry.tools)
-        turn = Turn(turn.text, action)
-    episode.hallucinated += hallucinated
-    return turn
+            return Turn(text, Invalid(""), cut_by=binding)
+        reading = read_action(text, tools=tool_registry.tools)
+        episode.requests += 1
+        asks_on = isinstance(reading.action, Incomplete) and completion.token_ids
+        episode.turn_over = not asks_on or episode.requests == MAX_REQUESTS_PER_TURN
+    reading = reading or read_action(text, tools=tool_registry.tools)
+    if isinstance(reading.action, Incomplete):
+        reading = read_action(text, over=True, tools=tool_registry.tools)
+    episode.hallucinated_here = reading.hallucinated
+    return Turn(text, reading.action)
+
+
+def _keep_partial_turn(episode: Episode, completion: engine.Completion) -> None:
+    """What an aborted request brought, if the sample is continued later.
+
+    Not if it ends inside a stop string: the engine looks for those in what it samples itself, and would miss this one.
+    """
+    if not episode.continued or not completion.log_probs:
+        return
+    text = episode.state.tokenizer.decode(
+        episode.sample.tokens[episode.turn_start :] + completion.token_ids, skip_special_tokens=False
+    )
+    if not any(text.endswith(stop[:length]) for stop in episode.params["stop"] for length in range(1, len(stop))):
+        record_turn(episode, *completion)
 
 
 async def _complete(episode: Episode, room: int) -> engine.Completion:
@@ -321,13 +337,15 @@ async def _observe(action: Action) -> str:
 def _close_episode(episode: Episode, end: EndReason) -> None:
     sample = episode.sample
     sample.status = Sample.Status[end.status]
-    sample.payload_text += sample.response
+    sample.payload_text = episode.prompt + sample.response
     sample.metadata["retool"] = {
         "end_reason": end.value,
         "turns": episode.turns,
         "calls": [call._asdict() for call in episode.calls],
-        "hallucinated_outputs": episode.hallucinated,
+        "hallucinated_outputs": episode.hallucinated + episode.hallucinated_here,
     }
+    if end is EndReason.ABORT and episode.continued:
+        sample.metadata["retool"]["progress"] = progress(episode)
 
 
 def _lose(sample: Any) -> None:

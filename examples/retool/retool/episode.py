@@ -88,9 +88,22 @@ class Episode:
     state: Any
     params: dict[str, Any]
     limits: Limits
+    prompt: str
     turns: int = 0
     hallucinated: int = 0
     calls: list[CallRecord] = field(default_factory=list)
+    # The turn that goes on: where its ids begin in `sample.tokens` and its text in `sample.response`, how many requests
+    # it took so far, and whether nothing but its action is left to do.
+    turn_start: int = 0
+    text_start: int = 0
+    requests: int = 0
+    turn_over: bool = False
+    hallucinated_here: int = 0  # in this turn, not yet in `hallucinated`
+
+    @property
+    def continued(self) -> bool:
+        """Whether an aborted sample is continued later, and not started afresh (vime's --partial-rollout)."""
+        return bool(getattr(self.args, "partial_rollout", False))
 
     @property
     def aborting(self) -> bool:
@@ -124,6 +137,56 @@ def reset(sample: Any) -> None:
     sample.metadata = {key: value for key, value in (sample.metadata or {}).items() if key != "retool"}
 
 
+_KEPT = ("turns", "hallucinated", "turn_start", "text_start", "requests", "turn_over")
+
+
+def progress(episode: Episode) -> dict[str, Any]:
+    """Where the episode stands, as plain data: what `resume` needs beside the sample's own ids, mask and log-probs."""
+    return {name: getattr(episode, name) for name in _KEPT}
+
+
+def resume(episode: Episode, written: dict[str, Any]) -> None:
+    """Go on where an aborted attempt stopped, from its ids; `written` is what it left in `sample.metadata["retool"]`.
+
+    A call that had finished is in the sample with its observation; one that was cut is not, and will be made again.
+    """
+    sample = episode.sample
+    for name in _KEPT:
+        setattr(episode, name, written["progress"][name])
+    episode.calls = [CallRecord(**call) for call in written["calls"]]
+    sample.tool_call_count = len(episode.calls)
+    sample.reward, sample.remove_sample, sample.status = None, False, sample.Status.PENDING
+
+
+def resumable(sample: Any) -> dict[str, Any] | None:
+    """What an aborted attempt left, None if the sample has to be started afresh: it is new, or an infrastructure error
+    lost it, or its books are not those that the attempt left."""
+    written = (sample.metadata or {}).get("retool") or {}
+    if written.get("end_reason") != EndReason.ABORT.value or "progress" not in written:
+        return None
+    length = sample.response_length
+    kept = written["progress"]["turn_start"] <= len(sample.tokens) and length <= len(sample.tokens)
+    if not kept or not len(sample.loss_mask or []) == len(sample.rollout_log_probs or []) == length:
+        return None
+    return dict(written)
+
+
+def record_turn(episode: Episode, ids: list[int], log_probs: list[float], meta: dict[str, Any]) -> str:
+    """Append what one request of a turn brought, and return the text of the turn so far.
+
+    The text is that of all its ids: a character may have been cut between two requests.
+    """
+    sample, decode = episode.sample, episode.state.tokenizer.decode
+    goes_on = len(sample.tokens) > episode.turn_start
+    episode.turns += not goes_on
+    text = str(decode(ids, skip_special_tokens=False))
+    record(episode, ids, text, log_probs, meta)
+    if goes_on:
+        text = str(decode(sample.tokens[episode.turn_start :], skip_special_tokens=False))
+        sample.response = sample.response[: episode.text_start] + text
+    return text
+
+
 def record(
     episode: Episode, ids: list[int], text: str, log_probs: list[float] | None, meta: dict[str, Any] | None
 ) -> None:
@@ -143,6 +206,15 @@ def append_observation(episode: Episode, around: Frame, body: str) -> None:
     bare = frame_length(tokenizer, around)
     text, ids = _fit_observation(tokenizer, around, neutralize(body), max(bare, room - ANSWER_TOKENS))
     record(episode, ids, text, None, None)
+    begin_turn(episode)
+
+
+def begin_turn(episode: Episode) -> None:
+    """What comes next is a turn of the model."""
+    episode.turn_start, episode.text_start = len(episode.sample.tokens), len(episode.sample.response)
+    episode.requests, episode.turn_over = 0, False
+    episode.hallucinated += episode.hallucinated_here
+    episode.hallucinated_here = 0
 
 
 def _fit_observation(tokenizer: Any, around: Frame, body: str, room: int) -> tuple[str, list[int]]:

@@ -688,11 +688,6 @@ def test_a_sample_that_comes_back_is_as_a_fresh_one(rollout, tool):
     assert used.metadata["own"] == 1
 
 
-def test_partial_rollouts_are_refused(rollout):
-    with pytest.raises(AssertionError, match="--partial-rollout"):
-        rollout.run([], partial_rollout=True)
-
-
 def test_an_old_sample_is_refused(rollout):
     with pytest.raises(RuntimeError, match="append_response_tokens"):
         asyncio.run(plugin.generate(SimpleNamespace(), SimpleNamespace(prompt="Q"), make_params()))
