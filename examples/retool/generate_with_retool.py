@@ -26,6 +26,7 @@ retool/reward.py, the tools tool_sandbox.py. This module is the only one that kn
 
 from __future__ import annotations
 
+import functools
 import time
 from contextlib import nullcontext
 from typing import Any
@@ -109,11 +110,29 @@ CODE_STOPS = ("</tool_call>", "</code>")  # so that nothing written after an act
 MAX_REQUESTS_PER_TURN = 8  # a model that repeats a closing tag inside a string would otherwise ask for thousands
 
 
+def _ends_the_run(function):
+    """Let what `function` raises end the run in every mode of vime, see retool/failures.py."""
+
+    @functools.wraps(function)
+    async def ending(args, sample, *more, **named):
+        try:
+            failures.raise_if_ended()
+            return await function(args, sample, *more, **named)
+        except Exception as error:
+            if not failures.end_run(error) or function.__name__ != "generate":
+                raise
+            sample.status = Sample.Status.ABORTED  # its group goes back to the data buffer; one that raises is dropped
+            return sample
+
+    return ending
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # The episode
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+@_ends_the_run
 async def generate(args, sample: Sample, sampling_params: dict[str, Any], evaluation: bool = False) -> Sample:
     """Roll out one sample: turns of the model and observations, until an answer or a limit ends it.
 
@@ -341,6 +360,7 @@ def _lose(sample: Any) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+@_ends_the_run
 async def reward_func(args, sample: Sample | list[Sample], **kwargs) -> reward.Reward | list[reward.Reward]:
     """The reward of a sample, see retool/reward.py; an ABORTED one scores 0, since it is not trained on.
 

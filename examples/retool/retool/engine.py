@@ -23,6 +23,8 @@ from typing import Any, NamedTuple
 Post = Callable[..., Awaitable[dict[str, Any]]]  # (url, payload, max_retries=60, headers=None) -> parsed JSON
 
 NO_LOG_PROB = -9999.0  # what vLLM sends, JSON having no NaN, for a log-prob that is NaN, infinite or missing
+MAX_START_ATTEMPTS = 6  # a second apart, of a request where nothing has ever answered; later vime's own 60 hold
+MAX_SAID = 500  # characters of an engine's own words in a message
 MAX_LOG_PROB = 1e-3  # what rounding makes of log 1; kept as it comes, since the trainer's own numbers round alike
 
 
@@ -53,6 +55,7 @@ _REFUSALS = {
     404: "Either the engine serves another model than {model!r} (start it with this --served-model-name), or it is "
     "too old for /inference/v1/generate.",
 }
+_NO_REFUSALS = (408, 425, 429)  # client errors that pass
 _engine_answered = threading.Event()
 
 
@@ -107,21 +110,34 @@ async def _request(post: Post, url: str, payload: dict[str, Any], headers: dict[
         try:
             output = await post(url, payload, max_retries=1, headers=headers)
         except Exception as error:
-            if _http_status(error) in _REFUSALS:
+            status = _http_status(error)
+            if _is_refusal(status):
                 raise
-            output = await post(url, payload, headers=headers)
+            if status is None and not _engine_answered.is_set():  # a wrong address, or an engine that did not start
+                output = await post(url, payload, max_retries=MAX_START_ATTEMPTS - 1, headers=headers)
+            else:
+                output = await post(url, payload, headers=headers)
     except Exception as error:
-        message = f"{url} failed: {error}"
-        refusal = _REFUSALS.get(_http_status(error) or 0)
-        if refusal:
+        message = f"{url} failed: {error or repr(error)}"
+        status = _http_status(error)
+        if status is not None and _is_refusal(status):
             limit = len(payload["token_ids"]) + payload["sampling_params"]["max_tokens"]
-            said = getattr(getattr(error, "response", None), "text", "")
-            message += f" {said} " + refusal.format(model=payload["model"], limit=limit)
+            said = getattr(getattr(error, "response", None), "text", "")[:MAX_SAID]
+            message += f" {said} " + _REFUSALS.get(status, "").format(model=payload["model"], limit=limit)
             if not _engine_answered.is_set():
-                raise EngineRefused(message) from error
-        raise EngineError(message) from error
+                raise EngineRefused(_one_line(message)) from error
+        raise EngineError(_one_line(message)) from error
     _engine_answered.set()
     return output
+
+
+def _is_refusal(status: int | None) -> bool:
+    return status is not None and 400 <= status < 500 and status not in _NO_REFUSALS
+
+
+def _one_line(message: str) -> str:
+    """The cause of a run's end must be readable in its last log line."""
+    return " ".join(message.split())
 
 
 def _http_status(error: BaseException | None) -> int | None:
@@ -177,7 +193,7 @@ def _log_probs(token_ids: list[int], items: list[Any]) -> tuple[list[float], str
         return [], f"it has {len(items) or 'no'} log-probs for {len(token_ids)} tokens"
     values: list[float] = []
     for position, (token, item) in enumerate(zip(token_ids, items, strict=True)):
-        value = item.get("logprob") if isinstance(item, dict) else None
+        value: Any = item.get("logprob") if isinstance(item, dict) else None
         if fault := _log_prob_fault(value) or _wrong_token(item, token):
             return [], f"log-prob {position + 1} of {len(items)} {fault}"
         values.append(float(value))
