@@ -1,8 +1,8 @@
 """What ends a run: too many infrastructure errors, or an error that no further episode can escape.
 
 Contract: `count` is called once for every episode that was not aborted, from any thread, and raises TooManyFailures when
-going on would waste the run. `end_run` is called with every exception that leaves the plugin, so that it ends the run
-also where nobody awaits the task in which it was raised.
+going on would waste the run. `ends_the_run` wraps what vime calls, so that an exception which leaves the plugin ends the
+run also where nobody awaits the task in which it was raised.
 
 Where exceptions go. vime's synchronous rollout and its evaluation await the tasks of `generate`: an exception reaches
 the driver by itself. The fully asynchronous rollout runs them in a worker thread, whose callback logs an exception and
@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import functools
 import logging
 import os
 import sys
@@ -27,6 +28,7 @@ import threading
 import time
 import traceback
 import weakref
+from collections.abc import Awaitable, Callable
 from typing import Any, NoReturn
 
 logger = logging.getLogger(__name__)
@@ -100,6 +102,24 @@ class _EndOfRun:
 
 _end: _EndOfRun | None = None
 _raised: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, float] = weakref.WeakKeyDictionary()
+
+
+def ends_the_run(function: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+    """Let what a coroutine function of vime's signature (args, sample, ...) raises end the run, in every mode of vime."""
+
+    @functools.wraps(function)
+    async def ending(*given: Any, **named: Any) -> Any:
+        try:
+            raise_if_ended()
+            return await function(*given, **named)
+        except Exception as error:
+            if not end_run(error) or function.__name__ != "generate":
+                raise
+            sample = named["sample"] if "sample" in named else given[1]
+            sample.status = sample.Status.ABORTED  # its group goes back to the data buffer; one that raises is dropped
+            return sample
+
+    return ending
 
 
 def end_run(cause: Exception) -> bool:
