@@ -23,6 +23,8 @@ from typing import Any, NamedTuple
 Post = Callable[..., Awaitable[dict[str, Any]]]  # (url, payload, max_retries=60, headers=None) -> parsed JSON
 
 NO_LOG_PROB = -9999.0  # what vLLM sends, JSON having no NaN, for a log-prob that is NaN, infinite or missing
+MAX_START_ATTEMPTS = 6  # a second apart, of a request where nothing has ever answered; later vime's own 60 hold
+MAX_SAID = 500  # characters of an engine's own words in a message
 MAX_LOG_PROB = 1e-3  # what rounding makes of log 1; kept as it comes, since the trainer's own numbers round alike
 
 
@@ -45,6 +47,48 @@ class Completion(NamedTuple):
         return str(self.meta["finish_reason"]["type"])
 
 
+class ScoreCentering(NamedTuple):
+    """vime's --use-score-centering needs the sampler's distribution beside each log-prob: its `top_k` most likely tokens,
+    or, where top-p cuts it to few (`top_k` is None), all of them."""
+
+    top_k: int | None
+
+    @property
+    def log_probs(self) -> int:
+        """How many the engine is asked for at each position; the sampled token's may not be among the most likely."""
+        return 1 if self.top_k is None else self.top_k + 1
+
+    def read(
+        self, choice: dict[str, Any], token_ids: list[int], log_probs: list[float]
+    ) -> tuple[dict[str, Any], list[float]]:
+        """What vime's Sample takes as meta_info, and the log-probs in the same distribution."""
+        import numpy  # only runs with score centering need it
+
+        if self.top_k is not None:
+            heads = [
+                _most_likely(item.get("top_logprobs") or [], self.top_k) for item in choice["logprobs"]["content"]
+            ]
+            ids = numpy.asarray([[token for token, _ in head] for head in heads], dtype=numpy.int32)
+            values = numpy.asarray([[value for _, value in head] for head in heads], dtype=numpy.float32)
+            return {"score_centering_topk": (ids, values)}, log_probs
+        kept, scores = choice.get("sampling_mask"), choice.get("sampling_mask_logprobs")
+        if not kept or not scores or [len(row) for row in kept] != [len(row) for row in scores]:
+            raise ValueError("it needs the tokens that top-p kept, and a log-prob for each of them")
+        sampled = [float(row[ids.index(token)]) for token, ids, row in zip(token_ids, kept, scores, strict=True)]
+        ids = numpy.asarray(list(itertools.chain.from_iterable(kept)), dtype=numpy.int32)
+        values = numpy.asarray(list(itertools.chain.from_iterable(scores)), dtype=numpy.float32)
+        offsets = numpy.asarray(list(itertools.accumulate(map(len, kept), initial=0)), dtype=numpy.int32)
+        return {"score_centering_top_p": (ids, offsets, values)}, sampled
+
+
+def _most_likely(entries: list[dict[str, Any]], count: int) -> list[tuple[int, float]]:
+    found = {_token_of(entry): float(entry["logprob"]) for entry in entries}
+    head = sorted(((token, value) for token, value in found.items() if type(token) is int), key=lambda pair: -pair[1])
+    if len(head) < count:
+        raise ValueError(f"it needs the {count} most likely tokens at each position, and got {len(head)}")
+    return head[:count]
+
+
 _REFUSALS = {
     400: "The prompt may be longer than the engine takes: start it with --max-model-len (vime: --vllm-max-model-len) "
     "of at least the rollout's context limit, {limit} tokens here.",
@@ -53,6 +97,7 @@ _REFUSALS = {
     404: "Either the engine serves another model than {model!r} (start it with this --served-model-name), or it is "
     "too old for /inference/v1/generate.",
 }
+_NO_REFUSALS = (408, 425, 429)  # client errors that pass
 _engine_answered = threading.Event()
 
 
@@ -67,6 +112,7 @@ async def complete(
     payload: dict[str, Any],
     headers: dict[str, str] | None,
     vocabulary: int | None = None,
+    centering: ScoreCentering | None = None,
 ) -> Completion:
     """Continue the ids of a request.
 
@@ -76,6 +122,7 @@ async def complete(
         payload: {"model", "token_ids", "sampling_params"}.
         headers: of the request, or None.
         vocabulary: how many ids there are, None if that is not known.
+        centering: what of the sampler's distribution is to be kept.
 
     Returns:
         The completion. An abort whose numbers cannot be used has no tokens.
@@ -96,6 +143,12 @@ async def complete(
         fault = f"it has {len(token_ids)} tokens where {limit} were allowed"
     elif vocabulary and token_ids and max(token_ids) >= vocabulary:
         fault = f"token id {max(token_ids)} is outside the vocabulary of {vocabulary}"
+    elif centering and token_ids and not fault:
+        try:
+            distribution, log_probs = centering.read(output["choices"][0], token_ids, log_probs)
+            meta |= distribution
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+            fault = f"score centering cannot read it: {error}"
     if fault and meta["finish_reason"]["type"] != "abort":
         raise EngineError(f"the engine's answer cannot be trained on: {fault}")
     return Completion([], [], meta) if fault else Completion(token_ids, log_probs, meta)
@@ -107,21 +160,34 @@ async def _request(post: Post, url: str, payload: dict[str, Any], headers: dict[
         try:
             output = await post(url, payload, max_retries=1, headers=headers)
         except Exception as error:
-            if _http_status(error) in _REFUSALS:
+            status = _http_status(error)
+            if _is_refusal(status):
                 raise
-            output = await post(url, payload, headers=headers)
+            if status is None and not _engine_answered.is_set():  # a wrong address, or an engine that did not start
+                output = await post(url, payload, max_retries=MAX_START_ATTEMPTS - 1, headers=headers)
+            else:
+                output = await post(url, payload, headers=headers)
     except Exception as error:
-        message = f"{url} failed: {error}"
-        refusal = _REFUSALS.get(_http_status(error) or 0)
-        if refusal:
+        message = f"{url} failed: {error or repr(error)}"
+        status = _http_status(error)
+        if status is not None and _is_refusal(status):
             limit = len(payload["token_ids"]) + payload["sampling_params"]["max_tokens"]
-            said = getattr(getattr(error, "response", None), "text", "")
-            message += f" {said} " + refusal.format(model=payload["model"], limit=limit)
+            said = getattr(getattr(error, "response", None), "text", "")[:MAX_SAID]
+            message += f" {said} " + _REFUSALS.get(status, "").format(model=payload["model"], limit=limit)
             if not _engine_answered.is_set():
-                raise EngineRefused(message) from error
-        raise EngineError(message) from error
+                raise EngineRefused(_one_line(message)) from error
+        raise EngineError(_one_line(message)) from error
     _engine_answered.set()
     return output
+
+
+def _is_refusal(status: int | None) -> bool:
+    return status is not None and 400 <= status < 500 and status not in _NO_REFUSALS
+
+
+def _one_line(message: str) -> str:
+    """The cause of a run's end must be readable in its last log line."""
+    return " ".join(message.split())
 
 
 def _http_status(error: BaseException | None) -> int | None:
@@ -177,7 +243,7 @@ def _log_probs(token_ids: list[int], items: list[Any]) -> tuple[list[float], str
         return [], f"it has {len(items) or 'no'} log-probs for {len(token_ids)} tokens"
     values: list[float] = []
     for position, (token, item) in enumerate(zip(token_ids, items, strict=True)):
-        value = item.get("logprob") if isinstance(item, dict) else None
+        value: Any = item.get("logprob") if isinstance(item, dict) else None
         if fault := _log_prob_fault(value) or _wrong_token(item, token):
             return [], f"log-prob {position + 1} of {len(items)} {fault}"
         values.append(float(value))
@@ -197,14 +263,19 @@ def _log_prob_fault(value: Any) -> str | None:
 
 
 def _wrong_token(item: dict[str, Any], token: int) -> str | None:
+    named = _token_of(item)
+    if named is None or (named == token and not isinstance(named, bool)):
+        return None
+    return f"belongs to token {named!r:.40}, not to {token}, which was sampled"
+
+
+def _token_of(item: dict[str, Any]) -> Any:
     """Engines name the token of a log-prob by its id, in a field of its own or in the place of its text."""
     named = item.get("token_id")
     if named is None and str(item.get("token")).startswith("token_id:"):
         named = item["token"].removeprefix("token_id:")
-        named = int(named) if named.isdecimal() else named
-    if named is None or (named == token and not isinstance(named, bool)):
-        return None
-    return f"belongs to token {named!r:.40}, not to {token}, which was sampled"
+        return int(named) if named.isdecimal() else named
+    return named
 
 
 def _usage(output: dict[str, Any]) -> dict[str, Any]:

@@ -7,17 +7,21 @@ observations are not. Samples and tokenizers are vime's, used as they come: this
 
 from __future__ import annotations
 
+import asyncio
+import json
 import sys
+from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple
 
 from retool.actions import Action
-from retool.chat import Frame, neutralize, shorten
+from retool.chat import OPEN_TURN, Frame, neutralize, shorten, turn_opening
 from retool.engine import EngineError
 
 MIN_BODY_CHARS = 64  # of an observation: cut further, nothing but the note of what is left out remains
 ANSWER_TOKENS = 64  # that a long observation leaves to the turn after it: an answer fits
+ABORT_TICK = 0.2  # seconds between looks at vime's flag while a tool runs: nothing tells when it is set
 
 
 class EndReason(Enum):
@@ -45,6 +49,15 @@ class Limits(NamedTuple):
 
     context: int | None
     response: int
+
+    @classmethod
+    def of(cls, args: Any, response: int, evaluation: bool) -> Limits:
+        if evaluation:  # nothing is trained on the sample, so what fits on a training GPU is no limit
+            return cls(getattr(args, "eval_max_context_len", None), response)
+        context = getattr(args, "rollout_max_context_len", None)
+        if context is None and getattr(args, "max_tokens_per_gpu", None):
+            context = (getattr(args, "context_parallel_size", None) or 1) * args.max_tokens_per_gpu
+        return cls(context, response)
 
     def room(self, sample: Any) -> int:
         return min(self._in_context(sample), self._in_response(sample))
@@ -89,6 +102,8 @@ class Episode:
     params: dict[str, Any]
     limits: Limits
     prompt: str
+    opening: str = ""  # what the checkpoint's template puts into an assistant turn before the model's own text
+    opened: str = ""  # what of it, or of an open thought, stands before the text of the turn that is sampled next
     turns: int = 0
     hallucinated: int = 0
     calls: list[CallRecord] = field(default_factory=list)
@@ -111,6 +126,20 @@ class Episode:
         return bool(getattr(self.state, "aborted", False))
 
 
+UNSUPPORTED = ("rollout_logprob_server_url", "use_rollout_indexer_replay")  # of newer vimes: nothing here fills them
+
+
+def refuse_unsupported(args: Any, sample: Any) -> None:
+    """Raise, by name, for what cannot be rolled out here."""
+    if not hasattr(sample, "append_response_tokens"):
+        raise RuntimeError("this vime is too old for retool: Sample.append_response_tokens (July 2026) is missing")
+    if any(value is not None for value in (getattr(sample, "multimodal_inputs", None) or {}).values()):
+        raise ValueError("retool handles text only, and the sample has multimodal inputs")
+    for name in UNSUPPORTED:
+        if getattr(args, name, None):
+            raise RuntimeError(f"retool does not support --{name.replace('_', '-')}: start vime without it")
+
+
 def reset(sample: Any) -> None:
     """Forget an earlier attempt: a sample that comes back after an abort brings all of it along."""
     fresh = {
@@ -120,6 +149,9 @@ def reset(sample: Any) -> None:
         "rollout_log_probs": [],
         "rollout_top_p_token_ids": None,
         "rollout_top_p_token_offsets": None,
+        "rollout_top_p_log_probs": None,
+        "rollout_topk_token_ids": None,
+        "rollout_topk_log_probs": None,
         "rollout_routed_experts": None,
         "teacher_log_probs": None,
         "weight_versions": [],
@@ -137,7 +169,7 @@ def reset(sample: Any) -> None:
     sample.metadata = {key: value for key, value in (sample.metadata or {}).items() if key != "retool"}
 
 
-_KEPT = ("turns", "hallucinated", "turn_start", "text_start", "requests", "turn_over")
+_KEPT = ("turns", "hallucinated", "turn_start", "text_start", "requests", "turn_over", "opened")
 
 
 def progress(episode: Episode) -> dict[str, Any]:
@@ -201,11 +233,41 @@ def record(
         raise EngineError(f"the engine's answer does not fit the sample: {error}") from error
 
 
-def append_observation(episode: Episode, around: Frame, body: str) -> None:
+async def until_aborted(episode: Episode, call: Coroutine[Any, Any, str]) -> str | None:
+    """What a tool answers, None if vime aborts the rollout before: the call is then cancelled, which ends it."""
+    task = asyncio.ensure_future(call)
+    try:
+        while not task.done():
+            if episode.aborting:
+                return None
+            await asyncio.wait({task}, timeout=ABORT_TICK)
+        return task.result()
+    except asyncio.CancelledError:
+        if not (episode.continued and task.done() and not task.cancelled() and task.exception() is None):
+            raise
+        # It finished in the same step of the loop. Its observation is written first, or it would be made again.
+        current = asyncio.current_task()
+        assert current is not None
+        current.cancel()  # takes effect at the next await
+        return task.result()
+    finally:
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())  # else asyncio reports it as missed
+        task.cancel()
+
+
+def append_observation(episode: Episode, around: Frame, body: str, said: str) -> None:
+    """Write what the model is shown after it said `said`."""
     tokenizer, room = episode.state.tokenizer, episode.limits.room(episode.sample)
     bare = frame_length(tokenizer, around)
     text, ids = _fit_observation(tokenizer, around, neutralize(body), max(bare, room - ANSWER_TOKENS))
     record(episode, ids, text, None, None)
+    spoken = episode.opened + said
+    if around.after.endswith(OPEN_TURN + episode.opening):
+        episode.opened = episode.opening
+    elif spoken.rfind("<think>") > spoken.rfind("</think>"):  # the turn goes on, and the thought in it
+        episode.opened = "<think>\n"
+    else:
+        episode.opened = ""
     begin_turn(episode)
 
 
@@ -243,9 +305,10 @@ class _Known(NamedTuple):
     tokenizer: Any
     vocabulary: int | None
     frames: dict[Frame, int]
+    openings: dict[str, str]
 
 
-_known = _Known(None, None, {})
+_known = _Known(None, None, {}, {})
 
 
 def vocabulary(tokenizer: Any) -> int | None:
@@ -261,6 +324,14 @@ def frame_length(tokenizer: Any, around: Frame) -> int:
     return frames[around]
 
 
+def opening(tokenizer: Any, template_kwargs: dict[str, Any]) -> str:
+    """`turn_opening` of the tokenizer's template."""
+    openings, key = _ask(tokenizer).openings, json.dumps(template_kwargs, sort_keys=True, default=str)
+    if key not in openings:
+        openings[key] = turn_opening(tokenizer, template_kwargs)
+    return openings[key]
+
+
 def _ask(tokenizer: Any) -> _Known:
     global _known
     known = _known
@@ -269,5 +340,5 @@ def _ask(tokenizer: Any) -> _Known:
             size = len(tokenizer) or None
         except TypeError:
             size = None
-        _known = known = _Known(tokenizer, size, {})
+        _known = known = _Known(tokenizer, size, {}, {})
     return known

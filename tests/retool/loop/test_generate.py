@@ -15,7 +15,7 @@ import httpx
 import numpy
 import pytest
 import tool_sandbox
-from retool import chat, engine, failures
+from retool import chat, engine, episode, failures
 from retool.episode import ANSWER_TOKENS
 from scripted import PairTokenizer, Rollout, Turn, call, check_sample, check_token_in_token_out, make_params
 
@@ -777,8 +777,76 @@ def test_the_status_is_found_behind_a_wrapped_error():
 # --- cancellation and threads ----------------------------------------------------------------------------------------
 
 
-def test_vime_may_cancel():
+def test_vime_may_cancel(rollout, tool):
+    rollout.run([ANSWER])
     assert plugin.generate.abort_mode == "request"
+
+
+def test_vime_may_not_cancel_what_a_ray_actor_posts(rollout, tool):
+    """Neither the actor nor the engine would learn of it, see test_posters.py."""
+    rollout.run([ANSWER])
+    engine = rollout.engine([ANSWER])
+    args = rollout.args_for(engine)
+    args.use_distributed_post = True
+    asyncio.run(plugin.generate(args, Sample(prompt="Q"), make_params()))
+    assert plugin.generate.abort_mode is None
+    rollout.run([ANSWER])
+    assert plugin.generate.abort_mode == "request"
+
+
+@pytest.mark.parametrize("ticks", [0, 1, 3])
+def test_an_abort_ends_a_tool_call_at_once(rollout, tool, ticks):
+    """July's vime only sets a flag, and waits for the call."""
+    ended = []
+
+    async def endless():
+        try:
+            await asyncio.sleep(600)
+        except asyncio.CancelledError:
+            ended.append(time.monotonic())
+            raise
+
+    def abort_soon(code):
+        set_after = ticks * episode.ABORT_TICK / 2
+        threading.Timer(set_after, lambda: setattr(rollout.state, "aborted", True)).start()
+        return endless()
+
+    tool.answer = abort_soon
+    begun = time.monotonic()
+    sample = rollout.run([Turn(call("1"))])
+    assert time.monotonic() - begun < 10 and len(ended) == 1
+    assert sample.status == Sample.Status.ABORTED and sample.reward is None and not sample.remove_sample
+    assert retool(sample)["end_reason"] == "abort" and sample.response == call("1") and retool(sample)["calls"] == []
+
+
+def test_an_abort_ends_the_real_tool_call(rollout):
+    threading.Timer(1.0, lambda: setattr(rollout.state, "aborted", True)).start()
+    begun = time.monotonic()
+    sample = rollout.run([Turn(call("while True: pass"))])
+    assert time.monotonic() - begun < tool_sandbox.TOOL_CONFIGS["python_timeout"] - 2
+    assert sample.status == Sample.Status.ABORTED and retool(sample)["end_reason"] == "abort"
+
+
+def test_a_long_call_is_not_polled_busily(rollout, tool, monkeypatch):
+    looks = []
+
+    class State:
+        tokenizer = PairTokenizer()
+
+        @property
+        def aborted(self):
+            looks.append(time.monotonic())
+            return False
+
+    rollout.state = State()
+
+    async def slow(seconds):
+        await asyncio.sleep(seconds)
+        return "Output:\n1"
+
+    tool.answer = lambda code: slow(5 * episode.ABORT_TICK)
+    rollout.run([Turn(call("1")), ANSWER])
+    assert len(looks) < 20
 
 
 @pytest.mark.parametrize("stop_after", range(1, 40, 3))

@@ -85,7 +85,7 @@ class Setting:
         monkeypatch.setattr(plugin, "post", self.engine.post)
         monkeypatch.setattr(plugin, "GenerateState", lambda _args: self.state)
         monkeypatch.setattr(tool_sandbox.tool_registry.python_sandbox, "execute_code", self.execute)
-        prompt = plugin.render_prompt(self.sample.prompt, tool_sandbox.tool_registry.get_tool_specs())
+        prompt = chat.render_prompt(self.sample.prompt, tool_sandbox.tool_registry.get_tool_specs())
         self.engine.prompt_length = len(self.tokenizer(prompt, add_special_tokens=False)["input_ids"])
 
     async def execute(self, code):
