@@ -2,7 +2,11 @@
 
 import asyncio
 import json
+import os
 import pickle
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import generate_with_retool as plugin
@@ -224,3 +228,32 @@ def test_books_that_do_not_agree_are_not_continued(monkeypatch):
     setting.sample.loss_mask.append(1)
     assert setting.attempt(None)
     assert setting.sample.metadata["retool"]["turns"] == 4
+
+
+# Through vime's own rollouts ------------------------------------------------------------------------------------------
+
+HERE = Path(__file__).resolve().parent
+
+
+@pytest.mark.skipif(
+    not os.environ.get("VIME_ROOT") or not os.environ.get("RETOOL_QWEN3_TOKENIZER"),
+    reason="VIME_ROOT and RETOOL_QWEN3_TOKENIZER name no vime checkout and no tokenizer to run rollouts with",
+)
+@pytest.mark.parametrize("mode", ["sync", "fully_async"])
+def test_vimes_own_rollouts_continue_what_they_aborted(tmp_path, mode):
+    def run(*more: str) -> dict:
+        folders = [os.environ["VIME_ROOT"], str(HERE.parent), str(HERE), str(HERE.parents[2] / "examples" / "retool")]
+        command = [sys.executable, str(HERE / "partial_modes.py"), str(tmp_path), mode, *more]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(folders)}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr[-2000:]
+        return json.loads(done.stdout.splitlines()[-1])
+
+    whole, broken = run("whole"), run()
+    assert len(whole["samples"]) == 8
+    assert broken["samples"] == whole["samples"]
+    assert sorted(set(broken["finished"])) == sorted(set(whole["finished"]))
+    assert broken["asked"] > whole["asked"], "nothing was aborted"
+    for prompt in whole["samples"]:
+        number = prompt.split()[2]
+        assert broken["finished"].count(f"print({number}, 1)") <= whole["finished"].count(f"print({number}, 1)") + 1
