@@ -27,11 +27,12 @@ retool/reward.py, the tools tool_sandbox.py. This module is the only one that kn
 
 from __future__ import annotations
 
+import sys
 import time
 from contextlib import nullcontext
 from typing import Any
 
-from retool import advantages, engine, failures, reward
+from retool import advantages, engine, failures, request, reward
 from retool.actions import Action, Answer, Code, Incomplete, Invalid, ToolCall, complete_actions_end, read_action
 from retool.chat import (
     CODE_TOOL,
@@ -42,12 +43,32 @@ from retool.chat import (
     frame,
     neutralize,
     render_prompt,
+    shorten,
     split_prompt,
 )
 from retool.engine import EngineError, EngineRefused
-from retool.episode import CallRecord, EndReason, Episode, Limits, Turn, append_observation, encode, record, reset
+from retool.episode import (
+    CallRecord,
+    EndReason,
+    Episode,
+    Limits,
+    Turn,
+    append_observation,
+    begin_turn,
+    encode,
+    frame_length,
+    opening,
+    progress,
+    record_turn,
+    refuse_unsupported,
+    reset,
+    resumable,
+    resume,
+    until_aborted,
+    vocabulary,
+)
 from retool.failures import TooManyFailures
-from tool_sandbox import TOOL_CONFIGS, SandboxError, tool_registry
+from tool_sandbox import TOOL_CONFIGS, SandboxError, ToolOutput, tool_registry
 
 # Looked up in this module whenever they are called, so that whoever replaces them here is obeyed.
 try:
@@ -72,6 +93,12 @@ except ImportError:
 
         def trace_span(sample, name, attrs=None):
             return nullcontext()
+
+
+try:
+    from vime.utils.score_centering import score_centering_request  # vime from October 2026 on
+except ImportError:
+    score_centering_request = None
 
 
 __all__ = [
@@ -104,6 +131,7 @@ MAX_REQUESTS_PER_TURN = 8  # a model that repeats a closing tag inside a string 
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+@failures.ends_the_run
 async def generate(args, sample: Sample, sampling_params: dict[str, Any], evaluation: bool = False) -> Sample:
     """Roll out one sample: turns of the model and observations, until an answer or a limit ends it.
 
@@ -127,15 +155,16 @@ async def generate(args, sample: Sample, sampling_params: dict[str, Any], evalua
     try:
         while True:
             turn = await _sample_turn(episode)
-            around = frame(getattr(turn.action, "dialect", None), turn_ended=turn.text.endswith(IM_END))
+            around = frame(getattr(turn.action, "dialect", None), turn.text.endswith(IM_END), episode.opening)
             if reason := _end_reason(episode, turn, around):
                 end = reason
                 break
             observation = await _act(episode, turn.action)
-            if episode.aborting:
+            # A call that was cut is made again; one that finished is not, where the episode is continued.
+            if observation is None or (episode.aborting and not episode.continued):
                 end = EndReason.ABORT
                 break
-            append_observation(episode, around, observation)
+            append_observation(episode, around, observation, turn.text)
     except (EngineError, SandboxError) as error:
         failure = error
         end = EndReason.ABORT if episode.aborting else EndReason.INFRASTRUCTURE_ERROR
@@ -148,117 +177,107 @@ async def generate(args, sample: Sample, sampling_params: dict[str, Any], evalua
     return sample
 
 
-# Newer vime ends a sample by cancelling its task instead of waiting for it.
-generate.abort_mode = "request"  # type: ignore[attr-defined]
+def _offer_cancellation(distributed_post: bool) -> None:
+    """Newer vime ends a sample by cancelling its task where `generate` says so, and else by aborting all requests in the
+    engines. With --use-distributed-post a Ray actor posts the requests; a cancelled task reaches neither it nor the
+    engine, which would go on. vime reads the mark for each sample."""
+    generate.abort_mode = None if distributed_post else "request"  # type: ignore[attr-defined]
+
+
+# vime sets up its HTTP client before it loads this module.
+_offer_cancellation(getattr(sys.modules.get("vime.utils.http_utils"), "_distributed_post_enabled", False))
 
 
 def _open_episode(args: Any, sample: Any, sampling_params: dict[str, Any], evaluation: bool) -> Episode:
-    assert not getattr(
-        args, "partial_rollout", False
-    ), "retool cannot continue partial rollouts: start vime without --partial-rollout"
-    if not hasattr(sample, "append_response_tokens"):
-        raise RuntimeError("this vime is too old for retool: Sample.append_response_tokens (July 2026) is missing")
-    if any(value is not None for value in (getattr(sample, "multimodal_inputs", None) or {}).values()):
-        raise ValueError("retool handles text only, and the sample has multimodal inputs")
+    refuse_unsupported(args, sample)
+    _offer_cancellation(getattr(args, "use_distributed_post", False))
     state: Any = GenerateState(args)
-    tools = tool_registry.get_tool_specs()
-    prompt = render_prompt(sample.prompt, tools)
-    reset(sample)
-    sample.tokens = encode(state.tokenizer, prompt)
-    sample.payload_text = prompt
-    sample.payload_has_system = f"{IM_START}system" in prompt
-    sample.payload_has_tools = "<tools>" in prompt
-
+    template_kwargs = getattr(sample, "apply_chat_template_kwargs", None) or {}
+    template_kwargs = (getattr(args, "apply_chat_template_kwargs", None) or {}) | template_kwargs
+    turn_opening = opening(state.tokenizer, template_kwargs)
+    try:
+        prompt = render_prompt(sample.prompt, tool_registry.get_tool_specs(), turn_opening)
+    except ValueError as error:
+        field = getattr(args, "input_key", None)
+        raise ValueError(
+            f"row {getattr(sample, 'index', None)} of the prompts, field {field!r} (--input-key): {error}"
+        ) from error
     params = dict(sampling_params)
     stop = params.get("stop") or []
     stop = [stop] if isinstance(stop, str) else list(stop)
     params["stop"] = stop + [tag for tag in CODE_STOPS if tag not in stop]
-    return Episode(args, sample, state, params, _limits(args, params, evaluation))
-
-
-def _limits(args: Any, params: dict[str, Any], evaluation: bool) -> Limits:
-    if evaluation:  # nothing is trained on the sample, so what fits on a training GPU is no limit
-        return Limits(getattr(args, "eval_max_context_len", None), params["max_new_tokens"])
-    context = getattr(args, "rollout_max_context_len", None)
-    if context is None and getattr(args, "max_tokens_per_gpu", None):
-        context = (getattr(args, "context_parallel_size", None) or 1) * args.max_tokens_per_gpu
-    return Limits(context, params["max_new_tokens"])
+    limits = Limits.of(args, params["max_new_tokens"], evaluation)
+    episode = Episode(args, sample, state, params, limits, prompt, turn_opening)
+    left = resumable(sample) if episode.continued else None
+    if left:
+        resume(episode, left)
+    else:
+        reset(sample)
+        sample.tokens = encode(state.tokenizer, prompt)
+        episode.opened = turn_opening if prompt.endswith(turn_opening) else ""
+        begin_turn(episode)
+    sample.payload_text = prompt
+    sample.payload_has_system = f"{IM_START}system" in prompt
+    sample.payload_has_tools = "<tools>" in prompt
+    return episode
 
 
 async def _sample_turn(episode: Episode) -> Turn:
-    """One request, and more only while the stop tag that ended it stands inside an unfinished string."""
-    sample, limits, tokenizer = episode.sample, episode.limits, episode.state.tokenizer
-    ids: list[int] = []
-    turn = Turn("", Invalid(""))
-    hallucinated = 0
-    for attempt in range(MAX_REQUESTS_PER_TURN):
+    """One request, and more only while the stop tag that ended it stands inside an unfinished string, or where a turn
+    that an abort had cut goes on."""
+    sample, limits = episode.sample, episode.limits
+    text, reading = sample.response[episode.text_start :], None
+    while not episode.turn_over:
         room, binding = limits.room(sample), limits.binding(sample)
         if room <= 0:
-            return turn._replace(cut_by=binding)
+            return Turn(text, Invalid(""), cut_by=binding)
         if episode.aborting:
-            return turn._replace(cut_by=EndReason.ABORT)
+            return Turn(text, Invalid(""), cut_by=EndReason.ABORT)
         with trace_span(sample, "retool_turn", attrs={"turn": episode.turns, "max_new_tokens": room}):
             completion = await _complete(episode, room)
         if completion.finish_reason == "abort":
-            return turn._replace(cut_by=EndReason.ABORT)
-        said = tokenizer.decode(completion.token_ids, skip_special_tokens=False)
-        record(episode, completion.token_ids, said, completion.log_probs, completion.meta)
-        episode.turns += attempt == 0
+            _keep_partial_turn(episode, completion)
+            return Turn(text, Invalid(""), cut_by=EndReason.ABORT)
+        text = record_turn(episode, *completion)
         if completion.finish_reason == "length":
-            return turn._replace(cut_by=binding)
-        ids += completion.token_ids
-        text = tokenizer.decode(ids, skip_special_tokens=False) if attempt else said
-        action, hallucinated = read_action(text, tools=tool_registry.tools)
-        turn = Turn(text, action)
-        if not isinstance(action, Incomplete) or not completion.token_ids:
-            break
-    if isinstance(turn.action, Incomplete):
-        action, hallucinated = read_action(turn.text, over=True, tools=tool_registry.tools)
-        turn = Turn(turn.text, action)
-    episode.hallucinated += hallucinated
-    return turn
+            return Turn(text, Invalid(""), cut_by=binding)
+        reading = read_action(episode.opened + text, tools=tool_registry.tools)
+        episode.requests += 1
+        asks_on = isinstance(reading.action, Incomplete) and completion.token_ids
+        episode.turn_over = not asks_on or episode.requests == MAX_REQUESTS_PER_TURN
+    reading = reading or read_action(episode.opened + text, tools=tool_registry.tools)
+    if isinstance(reading.action, Incomplete):
+        reading = read_action(episode.opened + text, over=True, tools=tool_registry.tools)
+    episode.hallucinated_here = reading.hallucinated
+    return Turn(text, reading.action)
+
+
+def _keep_partial_turn(episode: Episode, completion: engine.Completion) -> None:
+    """What an aborted request brought, if the sample is continued later.
+
+    Not if it ends inside a stop string: the engine looks for those in what it samples itself, and would miss this one.
+    """
+    if not episode.continued or not completion.log_probs:
+        return
+    text = episode.state.tokenizer.decode(
+        episode.sample.tokens[episode.turn_start :] + completion.token_ids, skip_special_tokens=False
+    )
+    if not any(text.endswith(stop[:length]) for stop in episode.params["stop"] for length in range(1, len(stop))):
+        record_turn(episode, *completion)
 
 
 async def _complete(episode: Episode, room: int) -> engine.Completion:
     """Continue the sample's ids by at most `room` tokens."""
-    args, sample = episode.args, episode.sample
-    params = {**episode.params, "max_new_tokens": room}
-    if params.get("min_new_tokens"):  # a bound of the whole response, as max_new_tokens is
-        params["min_new_tokens"] = min(room, max(0, params["min_new_tokens"] - sample.response_length))
-    headers = None
-    session_id = getattr(sample, "session_id", None)
-    if session_id and getattr(args, "router_policy", None) == "consistent_hash":
-        headers = {"x-session-id": session_id}  # all turns meet their KV cache on one engine
-    payload = {
-        "model": args.hf_checkpoint,
-        "token_ids": list(sample.tokens),
-        "sampling_params": _engine_sampling_params(params),
-    }
-    return await engine.complete(post, f"{args.vllm_router_ip}:{args.vllm_router_port}", payload, headers)
-
-
-def _engine_sampling_params(params: dict[str, Any]) -> dict[str, Any]:
-    """vime's sampling parameters as the engine's.
-
-    vime's own mapping is used where this vime has it under its private name: it knows what this vime's engine can do.
-    """
-    vime_mapping = getattr(vllm_rollout, "_build_inference_sampling_params", None)
-    if vime_mapping is not None:
-        body = dict(vime_mapping(params))
-    else:
-        renamed = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
-        passed = ("temperature", "top_p", "top_k", "stop_token_ids", "seed", "repetition_penalty", *renamed)
-        body = {renamed.get(name, name): params[name] for name in passed if params.get(name) is not None}
-        if body.get("top_k") == 0:  # vime's "no limit" is -1 or 0, the engine's only -1
-            del body["top_k"]
-    # Stop strings match the text that the engine decodes: with special tokens skipped a tag that a tokenizer marks as
-    # special would never be seen. The log-probs are the rollout's; without them nothing can be trained on.
-    return body | {
-        "stop": params["stop"],
-        "include_stop_str_in_output": True,
-        "skip_special_tokens": False,
-        "logprobs": 1,
-    }
+    vimes = request.VimesOwn(
+        getattr(vllm_rollout, "_build_inference_sampling_params", None),  # private, so it may be missing
+        score_centering_request,
+    )
+    asked = request.build(episode.args, episode.sample, episode.params, room, vimes)
+    known_ids = vocabulary(episode.state.tokenizer)
+    completion = await engine.complete(post, asked.router, asked.payload, asked.headers, known_ids, asked.centering)
+    if asked.known_rows:
+        completion.meta["routed_experts_start_len"] = asked.known_rows
+    return completion
 
 
 def _end_reason(episode: Episode, turn: Turn, around: Frame) -> EndReason | None:
@@ -272,13 +291,13 @@ def _end_reason(episode: Episode, turn: Turn, around: Frame) -> EndReason | None
         return EndReason.CALL_CAP
     if episode.turns >= TOOL_CONFIGS["max_turns"]:
         return EndReason.TURN_CAP
-    if episode.limits.room(episode.sample) <= len(encode(episode.state.tokenizer, "".join(around))):
+    if episode.limits.room(episode.sample) <= frame_length(episode.state.tokenizer, around):
         return episode.limits.binding(episode.sample)
     return None
 
 
-async def _act(episode: Episode, action: Action) -> str:
-    """The observation's body, and a record of the call if the action is one."""
+async def _act(episode: Episode, action: Action) -> str | None:
+    """The observation's body, and a record of the call if the action is one; None if an abort of vime's cut it."""
     if not isinstance(action, Code | ToolCall):
         return await _observe(action)
     sample = episode.sample
@@ -286,9 +305,11 @@ async def _act(episode: Episode, action: Action) -> str:
     name, given = (CODE_TOOL, action.source) if isinstance(action, Code) else (action.name, str(action.arguments))
     started = time.monotonic()
     with trace_span(sample, "retool_tool_call", attrs={"tool": name}):
-        output = await _observe(action)
+        output = await until_aborted(episode, _observe(action))
     seconds = time.monotonic() - started
     sample.non_generation_time += seconds
+    if output is None:
+        return None
     outcome = getattr(output, "outcome", "ok")
     episode.calls.append(CallRecord(name, round(seconds, 6), outcome, len(given), len(output)))
     return output
@@ -296,10 +317,11 @@ async def _act(episode: Episode, action: Action) -> str:
 
 async def _observe(action: Action) -> str:
     """What the tool, or the loop itself, answers to an action. SandboxError is an infrastructure error."""
-    if isinstance(action, Code):
-        return await tool_registry.execute_tool(CODE_TOOL, {"code": action.source})
-    if isinstance(action, ToolCall):
-        return await tool_registry.execute_tool(action.name, action.arguments)
+    if isinstance(action, Code | ToolCall):
+        name, arguments = (
+            (CODE_TOOL, {"code": action.source}) if isinstance(action, Code) else (action.name, action.arguments)
+        )
+        return _bounded(await tool_registry.execute_tool(name, arguments))
     assert isinstance(action, Invalid), "an answer ends the episode, and an incomplete turn goes on"
     return (
         f"Your previous action is invalid: {action.problem}. To run Python, call {CODE_TOOL} with the code; "
@@ -307,16 +329,24 @@ async def _observe(action: Action) -> str:
     )
 
 
+def _bounded(output: str) -> str:
+    """At most max_output_chars, as the sandbox's own output is: a megabyte would keep the loop busy for seconds."""
+    most = TOOL_CONFIGS["max_output_chars"]
+    return output if len(output) <= most else ToolOutput(shorten(output, most), getattr(output, "outcome", "ok"))
+
+
 def _close_episode(episode: Episode, end: EndReason) -> None:
     sample = episode.sample
     sample.status = Sample.Status[end.status]
-    sample.payload_text += sample.response
+    sample.payload_text = episode.prompt + sample.response
     sample.metadata["retool"] = {
         "end_reason": end.value,
         "turns": episode.turns,
         "calls": [call._asdict() for call in episode.calls],
-        "hallucinated_outputs": episode.hallucinated,
+        "hallucinated_outputs": episode.hallucinated + episode.hallucinated_here,
     }
+    if end is EndReason.ABORT and episode.continued:
+        sample.metadata["retool"]["progress"] = progress(episode)
 
 
 def _lose(sample: Any) -> None:
@@ -330,6 +360,7 @@ def _lose(sample: Any) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+@failures.ends_the_run
 async def reward_func(
     args, sample: Sample | list[Sample] | None = None, samples: list[Sample] | None = None, **kwargs
 ) -> reward.Reward | list[reward.Reward]:

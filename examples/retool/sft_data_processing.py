@@ -29,6 +29,7 @@ from typing import Literal, NamedTuple
 import pyarrow as pa
 import pyarrow.parquet as pq
 from retool import actions
+from retool.blocks import scan
 from retool.chat import CODE_INTERPRETER, CODE_TOOL, SYSTEM_PROMPT, neutralize, tool_call_text
 from retool.data_io import (
     BadRows,
@@ -133,7 +134,7 @@ def split_blocks(text: str) -> Iterator[Block]:
         RowError: a block is not closed, not opened or empty.
     """
     start = 0
-    for found in actions.scan(text, over=True).blocks:
+    for found in scan(text, over=True).blocks:
         yield from _split_prose(text[start : found.start])
         body = text[found.body : found.body_end]
         opening = text[found.start : found.body].strip().lower()

@@ -23,11 +23,15 @@ from project import IN_VIME, MODULES, ROOT, TESTS, our_files, shown
 # A name stands for the module or the whole folder.
 MAY_IMPORT = {
     "retool.chat": set(),
-    "retool.actions": {"retool.chat"},
-    "retool.reward": {"retool.actions", "retool.chat"},
+    "retool.blocks": {"retool.chat"},
+    "retool.actions": {"retool.blocks", "retool.chat"},
+    "retool.answers": set(),
+    "retool.advantages": set(),
+    "retool.reward": {f"retool.{name}" for name in ("actions", "answers", "blocks", "chat")},
     "retool.engine": set(),
     "retool.episode": {"retool.actions", "retool.chat", "retool.engine"},
     "retool.failures": set(),
+    "retool.request": {"retool.engine"},
     "retool.data_io": set(),
     "retool.processes": set(),
     "retool.sandbox.worker": set(),
@@ -43,9 +47,12 @@ MAY_IMPORT = {
     "tool_sandbox": {"retool.chat", "retool.sandbox"},
     "generate_with_retool": {
         *("tool_sandbox", "vime"),
-        *(f"retool.{name}" for name in ("actions", "chat", "engine", "episode", "failures", "reward")),
+        *(
+            f"retool.{name}"
+            for name in ("actions", "advantages", "chat", "engine", "episode", "failures", "request", "reward")
+        ),
     },
-    "sft_data_processing": {"retool.actions", "retool.chat", "retool.data_io"},
+    "sft_data_processing": {"retool.actions", "retool.blocks", "retool.chat", "retool.data_io"},
     "rl_data_preprocess": {"retool.actions", "retool.chat", "retool.data_io"},
     "launch": {"launch", "retool.processes"},
     # The CPU run plays the trainer's part, so it goes through vime's rollout; nothing imports it.
@@ -53,7 +60,7 @@ MAY_IMPORT = {
 }
 STANDARD_LIBRARY_ALONE = {
     "retool.chat",
-    "retool.actions",
+    *(f"retool.{name}" for name in ("blocks", "actions", "answers", "advantages")),
     "retool.processes",
     *(f"retool.sandbox.{name}" for name in ("worker", "notebook", "policy", "wire")),
 }

@@ -60,6 +60,24 @@ _TOOLS_TAIL = (
 )
 
 
+def turn_opening(tokenizer: Any, template_kwargs: dict[str, Any]) -> str:
+    r"""What the checkpoint's own template writes into an assistant turn that it opens, after OPEN_TURN.
+
+    Nothing for most models; `<think>\n` for those that always think; an empty think block for those that may, where
+    `template_kwargs` has enable_thinking false.
+
+    Args:
+        tokenizer: the checkpoint's; without a chat template of its own it writes nothing.
+        template_kwargs: of vime's --apply-chat-template-kwargs.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        return ""
+    question = [{"role": "user", "content": "?"}]
+    text = tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True, **template_kwargs)
+    _, opened, opening = str(text).rpartition(OPEN_TURN)
+    return opening if opened else ""
+
+
 def split_prompt(prompt: str | list[Message]) -> tuple[str | None, str | list[Message]]:
     """The system text of a prompt, and the rest of it.
 
@@ -105,12 +123,19 @@ def format_conversation_with_tools(
     return f"{IM_START}system\n{system}{IM_END}\n" + _render_turns(turns + list(messages or [])) + OPEN_TURN
 
 
-def render_prompt(prompt: str | list[Message], tools: list[dict[str, Any]]) -> str:
+def render_prompt(prompt: str | list[Message], tools: list[dict[str, Any]], opening: str = "") -> str:
     """The text that the first turn continues; a prompt that was put through a chat template already is that text.
 
+    Args:
+        prompt: a question, a list of messages, or the rendered text.
+        tools: specs, in the order in which the model is shown them.
+        opening: what stands in the assistant turn before the model's own text, see `turn_opening`.
+
     Raises:
-        ValueError: such a prompt lacks one of the tools, or `format_conversation_with_tools` refuses it.
+        ValueError: the prompt is empty or of another type, a rendered one lacks one of the tools, or
+            `format_conversation_with_tools` refuses it.
     """
+    _check_prompt(prompt)
     if isinstance(prompt, str) and prompt.lstrip().startswith(IM_START):
         listed = "".join(re.findall(r"<tools>\n(.*?)\n</tools>", prompt, re.S))
         for name in (tool["function"]["name"] for tool in tools):
@@ -123,8 +148,24 @@ def render_prompt(prompt: str | list[Message], tools: list[dict[str, Any]]) -> s
         return prompt
     system, rest = split_prompt(prompt)
     if isinstance(rest, str):
-        return format_conversation_with_tools(rest, tools, system)
-    return format_conversation_with_tools("", tools, system, messages=rest)
+        return format_conversation_with_tools(rest, tools, system) + opening
+    return format_conversation_with_tools("", tools, system, messages=rest) + opening
+
+
+def _check_prompt(prompt: Any) -> None:
+    if not isinstance(prompt, str | list):
+        raise ValueError(f"a prompt is a text or a list of messages, not {type(prompt).__name__}")
+    if isinstance(prompt, str):
+        if not prompt.strip():
+            raise ValueError("the prompt is empty")
+        return
+    for message in prompt:
+        if not isinstance(message, dict):
+            raise ValueError(
+                f"a message of the prompt is an object with role and content, not {type(message).__name__}"
+            )
+    if not any(message.get("role") != "system" and message.get("content") for message in prompt):
+        raise ValueError("the prompt holds no question: it has no message beside the system's, or only empty ones")
 
 
 def _content(message: Message) -> str:
@@ -212,21 +253,23 @@ class Frame(NamedTuple):
     after: str
 
 
-def frame(dialect: str | None, turn_ended: bool) -> Frame:
+def frame(dialect: str | None, turn_ended: bool, opening: str = "") -> Frame:
     """The frame of an observation, in the dialect that the model spoke.
 
     Args:
         dialect: "tool_call", "code", or None for a turn without a readable action.
         turn_ended: whether the turn ended with <|im_end|>: what follows must then be a turn of its own, so that the
             transcript stays well-formed ChatML.
+        opening: what the assistant turn that follows begins with, see `turn_opening`.
     """
     if dialect == "code" and not turn_ended:
         return Frame(_INLINE_OPEN, _INLINE_CLOSE)
+    after = _BACK + opening
     user = _USER_TURN if turn_ended else IM_END + _USER_TURN
     tag = _TAGS.get(dialect or "")
     if tag is None:
-        return Frame(user, _BACK)
-    return Frame(f"{user}<{tag}>\n", f"\n</{tag}>{_BACK}")
+        return Frame(user, after)
+    return Frame(f"{user}<{tag}>\n", f"\n</{tag}>{after}")
 
 
 _OBSERVATION_OPENS = re.compile(

@@ -7,17 +7,21 @@ observations are not. Samples and tokenizers are vime's, used as they come: this
 
 from __future__ import annotations
 
+import asyncio
+import json
 import sys
+from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple
 
 from retool.actions import Action
-from retool.chat import Frame, neutralize, shorten
+from retool.chat import OPEN_TURN, Frame, neutralize, shorten, turn_opening
 from retool.engine import EngineError
 
 MIN_BODY_CHARS = 64  # of an observation: cut further, nothing but the note of what is left out remains
 ANSWER_TOKENS = 64  # that a long observation leaves to the turn after it: an answer fits
+ABORT_TICK = 0.2  # seconds between looks at vime's flag while a tool runs: nothing tells when it is set
 
 
 class EndReason(Enum):
@@ -45,6 +49,15 @@ class Limits(NamedTuple):
 
     context: int | None
     response: int
+
+    @classmethod
+    def of(cls, args: Any, response: int, evaluation: bool) -> Limits:
+        if evaluation:  # nothing is trained on the sample, so what fits on a training GPU is no limit
+            return cls(getattr(args, "eval_max_context_len", None), response)
+        context = getattr(args, "rollout_max_context_len", None)
+        if context is None and getattr(args, "max_tokens_per_gpu", None):
+            context = (getattr(args, "context_parallel_size", None) or 1) * args.max_tokens_per_gpu
+        return cls(context, response)
 
     def room(self, sample: Any) -> int:
         return min(self._in_context(sample), self._in_response(sample))
@@ -88,14 +101,43 @@ class Episode:
     state: Any
     params: dict[str, Any]
     limits: Limits
+    prompt: str
+    opening: str = ""  # what the checkpoint's template puts into an assistant turn before the model's own text
+    opened: str = ""  # what of it, or of an open thought, stands before the text of the turn that is sampled next
     turns: int = 0
     hallucinated: int = 0
     calls: list[CallRecord] = field(default_factory=list)
+    # The turn that goes on: where its ids begin in `sample.tokens` and its text in `sample.response`, how many requests
+    # it took so far, and whether nothing but its action is left to do.
+    turn_start: int = 0
+    text_start: int = 0
+    requests: int = 0
+    turn_over: bool = False
+    hallucinated_here: int = 0  # in this turn, not yet in `hallucinated`
+
+    @property
+    def continued(self) -> bool:
+        """Whether an aborted sample is continued later, and not started afresh (vime's --partial-rollout)."""
+        return bool(getattr(self.args, "partial_rollout", False))
 
     @property
     def aborting(self) -> bool:
         """Whether vime aborts the rollout."""
         return bool(getattr(self.state, "aborted", False))
+
+
+UNSUPPORTED = ("rollout_logprob_server_url", "use_rollout_indexer_replay")  # of newer vimes: nothing here fills them
+
+
+def refuse_unsupported(args: Any, sample: Any) -> None:
+    """Raise, by name, for what cannot be rolled out here."""
+    if not hasattr(sample, "append_response_tokens"):
+        raise RuntimeError("this vime is too old for retool: Sample.append_response_tokens (July 2026) is missing")
+    if any(value is not None for value in (getattr(sample, "multimodal_inputs", None) or {}).values()):
+        raise ValueError("retool handles text only, and the sample has multimodal inputs")
+    for name in UNSUPPORTED:
+        if getattr(args, name, None):
+            raise RuntimeError(f"retool does not support --{name.replace('_', '-')}: start vime without it")
 
 
 def reset(sample: Any) -> None:
@@ -107,6 +149,9 @@ def reset(sample: Any) -> None:
         "rollout_log_probs": [],
         "rollout_top_p_token_ids": None,
         "rollout_top_p_token_offsets": None,
+        "rollout_top_p_log_probs": None,
+        "rollout_topk_token_ids": None,
+        "rollout_topk_log_probs": None,
         "rollout_routed_experts": None,
         "teacher_log_probs": None,
         "weight_versions": [],
@@ -124,10 +169,62 @@ def reset(sample: Any) -> None:
     sample.metadata = {key: value for key, value in (sample.metadata or {}).items() if key != "retool"}
 
 
+_KEPT = ("turns", "hallucinated", "turn_start", "text_start", "requests", "turn_over", "opened")
+
+
+def progress(episode: Episode) -> dict[str, Any]:
+    """Where the episode stands, as plain data: what `resume` needs beside the sample's own ids, mask and log-probs."""
+    return {name: getattr(episode, name) for name in _KEPT}
+
+
+def resume(episode: Episode, written: dict[str, Any]) -> None:
+    """Go on where an aborted attempt stopped, from its ids; `written` is what it left in `sample.metadata["retool"]`.
+
+    A call that had finished is in the sample with its observation; one that was cut is not, and will be made again.
+    """
+    sample = episode.sample
+    for name in _KEPT:
+        setattr(episode, name, written["progress"][name])
+    episode.calls = [CallRecord(**call) for call in written["calls"]]
+    sample.tool_call_count = len(episode.calls)
+    sample.reward, sample.remove_sample, sample.status = None, False, sample.Status.PENDING
+
+
+def resumable(sample: Any) -> dict[str, Any] | None:
+    """What an aborted attempt left, None if the sample has to be started afresh: it is new, or an infrastructure error
+    lost it, or its books are not those that the attempt left."""
+    written = (sample.metadata or {}).get("retool") or {}
+    if written.get("end_reason") != EndReason.ABORT.value or "progress" not in written:
+        return None
+    length = sample.response_length
+    kept = written["progress"]["turn_start"] <= len(sample.tokens) and length <= len(sample.tokens)
+    if not kept or not len(sample.loss_mask or []) == len(sample.rollout_log_probs or []) == length:
+        return None
+    return dict(written)
+
+
+def record_turn(episode: Episode, ids: list[int], log_probs: list[float], meta: dict[str, Any]) -> str:
+    """Append what one request of a turn brought, and return the text of the turn so far.
+
+    The text is that of all its ids: a character may have been cut between two requests.
+    """
+    sample, decode = episode.sample, episode.state.tokenizer.decode
+    goes_on = len(sample.tokens) > episode.turn_start
+    episode.turns += not goes_on
+    text = str(decode(ids, skip_special_tokens=False))
+    record(episode, ids, text, log_probs, meta)
+    if goes_on:
+        text = str(decode(sample.tokens[episode.turn_start :], skip_special_tokens=False))
+        sample.response = sample.response[: episode.text_start] + text
+    return text
+
+
 def record(
     episode: Episode, ids: list[int], text: str, log_probs: list[float] | None, meta: dict[str, Any] | None
 ) -> None:
     """The one writer of tokens: ids, mask, log-probs and text move together. EngineError for meta that does not fit."""
+    if ids and meta:  # vime's Sample takes one version of the weights for a request, the last
+        episode.sample.weight_versions += meta.get("earlier_weight_versions", [])
     try:
         episode.sample.append_response_tokens(
             episode.args, tokens=ids, log_probs=log_probs, trainable=log_probs is not None, meta_info=meta, text=text
@@ -136,11 +233,50 @@ def record(
         raise EngineError(f"the engine's answer does not fit the sample: {error}") from error
 
 
-def append_observation(episode: Episode, around: Frame, body: str) -> None:
+async def until_aborted(episode: Episode, call: Coroutine[Any, Any, str]) -> str | None:
+    """What a tool answers, None if vime aborts the rollout before: the call is then cancelled, which ends it."""
+    task = asyncio.ensure_future(call)
+    try:
+        while not task.done():
+            if episode.aborting:
+                return None
+            await asyncio.wait({task}, timeout=ABORT_TICK)
+        return task.result()
+    except asyncio.CancelledError:
+        if not (episode.continued and task.done() and not task.cancelled() and task.exception() is None):
+            raise
+        # It finished in the same step of the loop. Its observation is written first, or it would be made again.
+        current = asyncio.current_task()
+        assert current is not None
+        current.cancel()  # takes effect at the next await
+        return task.result()
+    finally:
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())  # else asyncio reports it as missed
+        task.cancel()
+
+
+def append_observation(episode: Episode, around: Frame, body: str, said: str) -> None:
+    """Write what the model is shown after it said `said`."""
     tokenizer, room = episode.state.tokenizer, episode.limits.room(episode.sample)
-    bare = len(encode(tokenizer, "".join(around)))
+    bare = frame_length(tokenizer, around)
     text, ids = _fit_observation(tokenizer, around, neutralize(body), max(bare, room - ANSWER_TOKENS))
     record(episode, ids, text, None, None)
+    spoken = episode.opened + said
+    if around.after.endswith(OPEN_TURN + episode.opening):
+        episode.opened = episode.opening
+    elif spoken.rfind("<think>") > spoken.rfind("</think>"):  # the turn goes on, and the thought in it
+        episode.opened = "<think>\n"
+    else:
+        episode.opened = ""
+    begin_turn(episode)
+
+
+def begin_turn(episode: Episode) -> None:
+    """What comes next is a turn of the model."""
+    episode.turn_start, episode.text_start = len(episode.sample.tokens), len(episode.sample.response)
+    episode.requests, episode.turn_over = 0, False
+    episode.hallucinated += episode.hallucinated_here
+    episode.hallucinated_here = 0
 
 
 def _fit_observation(tokenizer: Any, around: Frame, body: str, room: int) -> tuple[str, list[int]]:
@@ -154,5 +290,55 @@ def _fit_observation(tokenizer: Any, around: Frame, body: str, room: int) -> tup
         kept = kept * room // (len(ids) + 1) if kept > MIN_BODY_CHARS else 0
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# The tokenizer
+# ---------------------------------------------------------------------------------------------------------------------
+
+
 def encode(tokenizer: Any, text: str) -> list[int]:
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+class _Known(NamedTuple):
+    """What a tokenizer was asked once; a process has one tokenizer."""
+
+    tokenizer: Any
+    vocabulary: int | None
+    frames: dict[Frame, int]
+    openings: dict[str, str]
+
+
+_known = _Known(None, None, {}, {})
+
+
+def vocabulary(tokenizer: Any) -> int | None:
+    """How many ids there are, None if the tokenizer does not say."""
+    return _ask(tokenizer).vocabulary
+
+
+def frame_length(tokenizer: Any, around: Frame) -> int:
+    """Of the bare frame of an observation, in tokens."""
+    frames = _ask(tokenizer).frames
+    if around not in frames:
+        frames[around] = len(encode(tokenizer, "".join(around)))
+    return frames[around]
+
+
+def opening(tokenizer: Any, template_kwargs: dict[str, Any]) -> str:
+    """`turn_opening` of the tokenizer's template."""
+    openings, key = _ask(tokenizer).openings, json.dumps(template_kwargs, sort_keys=True, default=str)
+    if key not in openings:
+        openings[key] = turn_opening(tokenizer, template_kwargs)
+    return openings[key]
+
+
+def _ask(tokenizer: Any) -> _Known:
+    global _known
+    known = _known
+    if known.tokenizer is not tokenizer:  # threads may meet here: each goes on with what it has read itself
+        try:
+            size = len(tokenizer) or None
+        except TypeError:
+            size = None
+        _known = known = _Known(tokenizer, size, {}, {})
+    return known

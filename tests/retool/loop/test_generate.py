@@ -15,7 +15,7 @@ import httpx
 import numpy
 import pytest
 import tool_sandbox
-from retool import chat, engine, failures
+from retool import chat, engine, episode, failures
 from retool.episode import ANSWER_TOKENS
 from scripted import PairTokenizer, Rollout, Turn, call, check_sample, check_token_in_token_out, make_params
 
@@ -277,10 +277,41 @@ def test_what_the_answer_holds_reaches_the_sample(rollout, tool):
     assert widths == [2 * trained for trained in sample.loss_mask]
 
 
-def test_the_answers_own_weight_version_counts(rollout, tool):
-    spans = {"weight_versions": [{"version": "old", "start": 0, "end": 1}]}
-    sample = rollout.run([Turn(ANSWER.text, extra=spans, answer={"weight_version": "new"})])
-    assert sample.weight_versions == ["new"]
+@pytest.mark.parametrize(
+    "spans, own, recorded",
+    [
+        (["v1"], None, ["v1"]),
+        (["v1", "v2", "v3"], None, ["v1", "v2", "v3"]),
+        (["v1", "v2"], "v2", ["v1", "v2"]),
+        (["v1"], "v2", ["v1", "v2"]),
+        ([], "v2", ["v2"]),
+        ([3, 4], 4, ["3", "4"]),
+        ([0], 0, ["0"]),
+        ([], None, []),
+    ],
+)
+def test_all_weight_versions_of_a_request_are_recorded(rollout, tool, spans, own, recorded):
+    """A request may go on over an update of the weights; vime takes the oldest version for a sample's age."""
+    extra = {"weight_versions": [{"version": version, "start": 0, "end": 1} for version in spans]}
+    answer = {} if own is None else {"weight_version": own}
+    sample = rollout.run([Turn(call("1"), extra=extra, answer=answer), ANSWER])
+    assert sample.weight_versions == recorded
+    sample = rollout.run([Turn("", extra=extra, answer=answer), ANSWER])
+    assert len(sample.weight_versions) <= 1  # no token was sampled by the earlier ones
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        {"num_accepted_draft_tokens": 2, "num_draft_tokens": 4, "num_spec_steps": 3},
+        {"num_accepted_tokens": 2, "num_draft_tokens": 4, "num_verify_steps": 3},
+    ],
+)
+def test_speculation_is_counted_under_both_of_its_names(rollout, tool, numbers):
+    answer = {"metrics": {"speculative_decoding": numbers}}
+    sample = rollout.run([Turn(ANSWER.text, answer=answer)], vllm_speculative_config="on")
+    info = sample.spec_info
+    assert (info.spec_accept_token_num, info.spec_draft_token_num, info.spec_verify_ct) == (2, 4, 3)
 
 
 def test_spans(rollout, tool):
@@ -483,26 +514,105 @@ def bad_log_probs(change):
     return make
 
 
+def last_item(**fields):
+    return bad_log_probs(lambda content: {"content": content[:-1] + [{**content[-1], **fields}]})
+
+
 BAD_LOG_PROBS = {
-    "missing": None,
-    "no content": {"content": None},
-    "empty": {"content": []},
-    "short": bad_log_probs(lambda content: {"content": content[:-1]}),
-    "long": bad_log_probs(lambda content: {"content": content + content[:1]}),
-    "null": bad_log_probs(lambda content: {"content": content[:-1] + [{"logprob": None}]}),
-    "no key": bad_log_probs(lambda content: {"content": content[:-1] + [{}]}),
-    "not an object": bad_log_probs(lambda content: {"content": content[:-1] + [None]}),
-    "NaN": bad_log_probs(lambda content: {"content": content[:-1] + [{"logprob": math.nan}]}),
-    "infinite": bad_log_probs(lambda content: {"content": content[:-1] + [{"logprob": -math.inf}]}),
-    "text": bad_log_probs(lambda content: {"content": content[:-1] + [{"logprob": "-0.5"}]}),
+    "missing": (None, "no log-probs for"),
+    "no content": ({"content": None}, "no log-probs for"),
+    "empty": ({"content": []}, "no log-probs for"),
+    "short": (bad_log_probs(lambda content: {"content": content[:-1]}), "log-probs for"),
+    "long": (bad_log_probs(lambda content: {"content": content + content[:1]}), "log-probs for"),
+    "null": (last_item(logprob=None), "is missing"),
+    "no key": (bad_log_probs(lambda content: {"content": content[:-1] + [{}]}), "is missing"),
+    "not an object": (bad_log_probs(lambda content: {"content": content[:-1] + [None]}), "is missing"),
+    "NaN": (last_item(logprob=math.nan), "is NaN"),
+    "minus infinity": (last_item(logprob=-math.inf), "does not have"),
+    "infinity": (last_item(logprob=math.inf), "above 1"),
+    "text": (last_item(logprob="-0.5"), "not a number"),
+    "a list": (last_item(logprob=[-0.5]), "not a number"),
+    "false": (last_item(logprob=False), "not a number"),
+    "vLLM's in the place of NaN": (last_item(logprob=-9999.0), "is -9999.0, which"),
+    "a whole one in its place": (last_item(logprob=-9999), "is -9999, which"),
+    "below it": (last_item(logprob=-1e30), "does not have"),
+    "more digits than a float has": (last_item(logprob=-(10**400)), "does not have"),
+    "a probability above 1": (last_item(logprob=0.0011), "above 1"),
+    "far above 1": (last_item(logprob=10**400), "above 1"),
+    "of another token": (last_item(token_id=7), "belongs to token 7"),
+    "of another token, by text": (last_item(token_id=None, token="token_id:7"), "belongs to token 7"),
+    "of no token": (last_item(token_id=True), "belongs to token True"),
+    "of no token, by text": (last_item(token_id=None, token="token_id:x"), "belongs to token 'x'"),
 }
 
 
-@pytest.mark.parametrize("log_probs", BAD_LOG_PROBS.values(), ids=BAD_LOG_PROBS.keys())
-def test_unusable_log_probs(rollout, tool, log_probs):
+@pytest.mark.parametrize("log_probs, words", BAD_LOG_PROBS.values(), ids=BAD_LOG_PROBS.keys())
+def test_unusable_log_probs(rollout, tool, caplog, log_probs, words):
     sample = rollout.run([Turn(call("1")), Turn(call("2"), log_probs=log_probs)])
     assert tool.codes == ["1"]
     assert_lost(sample)
+    assert words in caplog.text and "will not be trained on" in caplog.text
+    ids = rollout.tokenizer.sampled("ab")
+    logprobs = log_probs(ids) if callable(log_probs) else log_probs
+    parsed = plugin._parse_vllm_choice({"token_ids": ids, "logprobs": logprobs, "finish_reason": "stop"})
+    assert parsed == (ids, [], {"finish_reason": {"type": "stop"}})
+
+
+@pytest.mark.parametrize("value", [0, 0.0, -0.0, 1e-7, 1e-3, -9998.9, -3])
+def test_usable_log_probs_are_kept_as_they_come(rollout, tool, value):
+    """A log-prob just above 0 is what rounding makes of log 1."""
+    named = bad_log_probs(
+        lambda content: {"content": [{"token": f"token_id:{item['token_id']}", "logprob": value} for item in content]}
+    )
+    sample = rollout.run([Turn(ANSWER.text, log_probs=named)])
+    assert sample.status == Sample.Status.COMPLETED and set(sample.rollout_log_probs) == {value}
+
+
+def test_log_probs_that_name_tokens_by_their_text(rollout, tool):
+    texts = bad_log_probs(lambda content: {"content": [{"token": "x", "logprob": -0.5} for _ in content]})
+    assert rollout.run([Turn(ANSWER.text, log_probs=texts)]).status == Sample.Status.COMPLETED
+
+
+@pytest.mark.parametrize(
+    "ids, words",
+    [
+        ([72, 5000], "token id 5000 is outside the vocabulary of 5000"),
+        ([72, -1], "-1 is no token id"),
+        ([72, True], "True is no token id"),
+        ([72, 73.0], "73.0 is no token id"),
+        ([72, "73"], "'73' is no token id"),
+        ([72] * 101, "it has 101 tokens where 100 were allowed"),
+    ],
+)
+def test_ids_that_the_engine_cannot_have_sampled(monkeypatch, tool, caplog, ids, words):
+    class Bounded(PairTokenizer):
+        def __len__(self):
+            return 5000
+
+        def __call__(self, text, add_special_tokens=True):
+            return {"input_ids": [ord(letter) for letter in text]}
+
+    rollout = Rollout(monkeypatch, Bounded())
+    answer = json.dumps(
+        {
+            "choices": [
+                {
+                    "token_ids": ids,
+                    "logprobs": {"content": [{"token_id": token, "logprob": -0.5} for token in ids]},
+                    "finish_reason": "stop",
+                }
+            ]
+        }
+    )
+    sample = rollout.run([Turn(body=answer)], params={"max_new_tokens": 100})
+    rollout.close()
+    assert_lost(sample)
+    assert sample.response_length == 0 and words in caplog.text
+
+
+def test_a_tokenizer_without_a_length_bounds_nothing(rollout, tool):
+    sample = rollout.run([Turn(ids=[0x13FFFF, *rollout.tokenizer.sampled(ANSWER.text)])])
+    assert sample.status == Sample.Status.COMPLETED
 
 
 @pytest.mark.parametrize("body", ["{}", '{"choices": []}', "null", '"text"', '{"choices": [{"token_ids": ["x"]}]}'])
@@ -576,11 +686,6 @@ def test_a_sample_that_comes_back_is_as_a_fresh_one(rollout, tool):
     assert used.reward is not None and used.remove_sample
     assert attempt(used, [Turn(call("1")), ANSWER]) == fresh
     assert used.metadata["own"] == 1
-
-
-def test_partial_rollouts_are_refused(rollout):
-    with pytest.raises(AssertionError, match="--partial-rollout"):
-        rollout.run([], partial_rollout=True)
 
 
 def test_an_old_sample_is_refused(rollout):
@@ -672,8 +777,76 @@ def test_the_status_is_found_behind_a_wrapped_error():
 # --- cancellation and threads ----------------------------------------------------------------------------------------
 
 
-def test_vime_may_cancel():
+def test_vime_may_cancel(rollout, tool):
+    rollout.run([ANSWER])
     assert plugin.generate.abort_mode == "request"
+
+
+def test_vime_may_not_cancel_what_a_ray_actor_posts(rollout, tool):
+    """Neither the actor nor the engine would learn of it, see test_posters.py."""
+    rollout.run([ANSWER])
+    engine = rollout.engine([ANSWER])
+    args = rollout.args_for(engine)
+    args.use_distributed_post = True
+    asyncio.run(plugin.generate(args, Sample(prompt="Q"), make_params()))
+    assert plugin.generate.abort_mode is None
+    rollout.run([ANSWER])
+    assert plugin.generate.abort_mode == "request"
+
+
+@pytest.mark.parametrize("ticks", [0, 1, 3])
+def test_an_abort_ends_a_tool_call_at_once(rollout, tool, ticks):
+    """July's vime only sets a flag, and waits for the call."""
+    ended = []
+
+    async def endless():
+        try:
+            await asyncio.sleep(600)
+        except asyncio.CancelledError:
+            ended.append(time.monotonic())
+            raise
+
+    def abort_soon(code):
+        set_after = ticks * episode.ABORT_TICK / 2
+        threading.Timer(set_after, lambda: setattr(rollout.state, "aborted", True)).start()
+        return endless()
+
+    tool.answer = abort_soon
+    begun = time.monotonic()
+    sample = rollout.run([Turn(call("1"))])
+    assert time.monotonic() - begun < 10 and len(ended) == 1
+    assert sample.status == Sample.Status.ABORTED and sample.reward is None and not sample.remove_sample
+    assert retool(sample)["end_reason"] == "abort" and sample.response == call("1") and retool(sample)["calls"] == []
+
+
+def test_an_abort_ends_the_real_tool_call(rollout):
+    threading.Timer(1.0, lambda: setattr(rollout.state, "aborted", True)).start()
+    begun = time.monotonic()
+    sample = rollout.run([Turn(call("while True: pass"))])
+    assert time.monotonic() - begun < tool_sandbox.TOOL_CONFIGS["python_timeout"] - 2
+    assert sample.status == Sample.Status.ABORTED and retool(sample)["end_reason"] == "abort"
+
+
+def test_a_long_call_is_not_polled_busily(rollout, tool, monkeypatch):
+    looks = []
+
+    class State:
+        tokenizer = PairTokenizer()
+
+        @property
+        def aborted(self):
+            looks.append(time.monotonic())
+            return False
+
+    rollout.state = State()
+
+    async def slow(seconds):
+        await asyncio.sleep(seconds)
+        return "Output:\n1"
+
+    tool.answer = lambda code: slow(5 * episode.ABORT_TICK)
+    rollout.run([Turn(call("1")), ANSWER])
+    assert len(looks) < 20
 
 
 @pytest.mark.parametrize("stop_after", range(1, 40, 3))

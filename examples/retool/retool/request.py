@@ -1,0 +1,118 @@
+"""What one turn asks of the engine: vime's arguments and the state of a sample, as a request.
+
+Contract: pure. The ids are the sample's own, all of them; the dict of sampling parameters that vime hands out, which
+samples may share, is not changed. What vime does in functions of its own (the mapping of parameters, the checks of score
+centering) is handed in, since not every vime has them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from retool.engine import ScoreCentering
+
+
+class Request(NamedTuple):
+    router: str  # HOST:PORT
+    payload: dict[str, Any]
+    headers: dict[str, str] | None
+    centering: ScoreCentering | None
+    known_rows: int  # of expert rows that the sample has, so that the engine sends those after them
+
+
+class VimesOwn(NamedTuple):
+    """Functions of vime's, None where this vime does not have them."""
+
+    mapping: Callable[[dict[str, Any]], dict[str, Any]] | None  # of sampling parameters to the engine's
+    check_centering: Callable[[Any, dict[str, Any]], Any] | None  # refuses parameters that do not go with it
+
+
+def build(args: Any, sample: Any, params: dict[str, Any], room: int, vimes: VimesOwn) -> Request:
+    """The request that continues the sample's ids by at most `room` tokens.
+
+    Args:
+        args: vime's.
+        sample: vime's, its ids being the prompt's and the response's so far.
+        params: vime's sampling parameters, whose bounds are those of the whole response.
+        room: in tokens.
+        vimes: what this vime brings along.
+
+    Raises:
+        RuntimeError: score centering in a vime that has none.
+        ValueError: sampling parameters that do not go with it.
+    """
+    params = {**params, "max_new_tokens": room}
+    if params.get("min_new_tokens"):
+        params["min_new_tokens"] = min(room, max(0, params["min_new_tokens"] - sample.response_length))
+    centering = None
+    if getattr(args, "use_score_centering", False):  # vime itself switches it off in evaluation
+        if vimes.check_centering is None:
+            raise RuntimeError("--use-score-centering needs vime.utils.score_centering, which this vime does not have")
+        vimes.check_centering(args, params)
+        centering = ScoreCentering(args.score_centering_top_k if args.rollout_top_p == 1 else None)
+    body = sampling_params(params, vimes.mapping, centering.log_probs if centering else 1)
+    known_rows = _known_expert_rows(args, sample)
+    if known_rows:
+        body["routed_experts_prompt_start"] = known_rows
+    headers = None
+    session_id = getattr(sample, "session_id", None)
+    if session_id and getattr(args, "router_policy", None) == "consistent_hash":
+        headers = {"x-session-id": session_id}  # all turns meet their KV cache on one engine
+    payload = {"model": args.hf_checkpoint, "token_ids": list(sample.tokens), "sampling_params": body}
+    return Request(f"{args.vllm_router_ip}:{args.vllm_router_port}", payload, headers, centering, known_rows)
+
+
+def _known_expert_rows(args: Any, sample: Any) -> int:
+    """A vime that cannot take a part of the rows gets all of them anew each time."""
+    if not getattr(args, "use_rollout_routing_replay", False) or not sample.response_length:
+        return 0
+    count = getattr(sample, "get_rollout_routed_experts_length", None)
+    return int(count()) if count else 0
+
+
+# vime's own sampling parameters: what its mapping does not hand to the engine, it leaves out on purpose.
+_VIMES_PARAMS = {
+    "max_new_tokens": "max_tokens",
+    "min_new_tokens": "min_tokens",
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "stop_token_ids": "stop_token_ids",
+    "seed": "seed",
+    "repetition_penalty": "repetition_penalty",
+    "stop": None,
+    "skip_special_tokens": None,
+    "no_stop_trim": None,
+    "spaces_between_special_tokens": None,
+    "custom_params": None,
+}
+
+
+def sampling_params(
+    params: dict[str, Any], vimes_mapping: Callable[[dict[str, Any]], dict[str, Any]] | None, log_probs: int
+) -> dict[str, Any]:
+    """vime's sampling parameters as the engine's.
+
+    Args:
+        params: vime's; those that this module does not know are passed on as they come.
+        vimes_mapping: vime's own, None where this vime has none: it knows what this vime's engine can do.
+        log_probs: how many at each position.
+    """
+    if vimes_mapping is not None:
+        body = dict(vimes_mapping(params))
+    else:
+        body = {name: params[key] for key, name in _VIMES_PARAMS.items() if name and params.get(key) is not None}
+        if body.get("top_k") == 0:  # vime's "no limit" is -1 or 0, the engine's only -1
+            del body["top_k"]
+    for name, value in params.items():
+        if name not in _VIMES_PARAMS and value is not None:
+            body.setdefault(name, value)
+    # Stop strings match the text that the engine decodes: with special tokens skipped a tag that a tokenizer marks as
+    # special would never be seen. The log-probs are the rollout's; without them nothing can be trained on.
+    return body | {
+        "stop": params["stop"],
+        "include_stop_str_in_output": True,
+        "skip_special_tokens": False,
+        "logprobs": log_probs,
+    }

@@ -1,0 +1,243 @@
+"""What ends a run: every fault in every mode of vime's rollout, through vime itself. Needs VIME_ROOT for those."""
+
+import asyncio
+import json
+import os
+import queue
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from retool import failures
+
+HERE = Path(__file__).resolve().parent
+EXAMPLE = HERE.parents[2] / "examples" / "retool"
+DRIVER = HERE / "rollout_modes.py"
+
+needs_vime = pytest.mark.skipif(
+    not os.environ.get("VIME_ROOT") or not os.environ.get("RETOOL_QWEN3_TOKENIZER"),
+    reason="VIME_ROOT and RETOOL_QWEN3_TOKENIZER name no vime checkout and no tokenizer to run rollouts with",
+)
+
+MODES = ["sync", "evaluation", "fully_async"]
+REFUSED = ("EngineRefused", "--enable-scale-out")
+CAUSES = {  # what the last line begins with, and what it says
+    "refuses": REFUSED,
+    "no_log_probs": ("TooManyFailures", "it has no log-probs for"),
+    "dead": ("TooManyFailures", "connection"),
+    "sandbox": ("TooManyFailures", "no worker starts here"),
+    "prompt": ("ValueError", "row 7 has no prompt"),
+    "old_vime": ("RuntimeError", "too old"),
+    "reward": ("TypeError", "no reward for this label"),
+}
+ENDS_SECONDS = 30  # most are over after one, of a dead engine after eleven; the rest is a busy machine's
+
+
+def environment():
+    folders = [os.environ["VIME_ROOT"], str(HERE.parent), str(EXAMPLE)]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(folders)}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """By "mode:fault": the exit status, the seconds and the log."""
+    folder = tmp_path_factory.mktemp("modes")
+    pairs = [f"{mode}:{fault}" for mode in MODES for fault in [*CAUSES, "none"]]
+    command = [sys.executable, str(DRIVER), str(folder), *pairs]
+    done = subprocess.run(command, env=environment(), stdout=subprocess.PIPE, text=True, timeout=1200, check=True)
+    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return {row["pair"]: SimpleNamespace(**row, log=(folder / f"{row['pair']}.log").read_text()) for row in rows}
+
+
+@needs_vime
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("fault", CAUSES)
+def test_the_run_ends_with_its_cause(runs, mode, fault):
+    run = runs[f"{mode}:{fault}"]
+    kind, words = CAUSES[fault]
+    last = [line for line in run.log.splitlines() if line.strip() and not line.startswith('{"kept"')][-1]
+    assert run.status == 1 and 0 <= run.seconds < ENDS_SECONDS, run.log[-3000:]
+    assert last.split(":")[0].endswith(kind) and words in last
+
+
+@needs_vime
+@pytest.mark.parametrize("mode", MODES)
+def test_a_run_without_a_fault_does_not_end(runs, mode):
+    assert runs[f"{mode}:none"].status == 0, runs[f"{mode}:none"].log[-3000:]
+
+
+@needs_vime
+@pytest.mark.parametrize("fault", ["refuses", "no_log_probs", "dead", "sandbox", "old_vime"])
+def test_no_group_is_consumed(runs, fault):
+    """Under the fully asynchronous rollout, whose worker drops a group that raises."""
+    assert '{"kept": true}' in runs[f"fully_async:{fault}"].log
+
+
+@needs_vime
+def test_the_streaming_rollout_is_no_mode_of_its_own():
+    """It takes the place of this plugin's `generate`, under the rollout functions that are driven above."""
+    from vime.rollout import vllm_streaming_rollout
+
+    assert vllm_streaming_rollout.__all__ == ["generate_streaming"]
+
+
+# --- in a Ray actor, as vime's rollout manager is one ---------------------------------------------------------------
+
+RAY_DRIVER = '''
+import os, sys, threading, asyncio, time
+import ray
+
+@ray.remote
+class Manager:
+    def __init__(self, workdir):
+        import rollout_modes
+        from pathlib import Path
+        rollout_modes.write_prompts(Path(workdir))
+        self.modes, self.workdir = rollout_modes, Path(workdir)
+
+    def generate(self, mode):
+        if mode == "own":
+            self.modes.fully_async_rollout.generate_rollout_fully_async = own_rollout
+            self.modes.MODES["own"] = self.modes.fully_async
+        self.modes.run(self.workdir, mode, "refuses")
+
+def own_rollout(args, rollout_id, data_source):
+    """Drops exceptions, on a loop in a thread of its own, and waits for ever."""
+    import generate_with_retool as plugin
+    async def loop():
+        while True:
+            group = data_source.get_samples(1)[0]
+            await asyncio.gather(*(plugin.generate(args, s, dict(max_new_tokens=9, temperature=1.0, top_p=1.0))
+                for s in group), return_exceptions=True)
+            await asyncio.sleep(0.2)
+    thread = threading.Thread(target=lambda: asyncio.run(loop()), daemon=True)
+    thread.start()
+    thread.join()
+
+ray.init(num_cpus=1, include_dashboard=False, runtime_env={"env_vars": {"PYTHONPATH": os.environ["PYTHONPATH"]}})
+manager = Manager.remote(sys.argv[1])
+ray.get(manager.__ray_ready__.remote())
+print("ready", time.monotonic(), flush=True)
+try:
+    ray.get(manager.generate.remote(sys.argv[2]))
+finally:
+    print("ended", time.monotonic(), flush=True)
+    time.sleep(2)  # what the actor wrote is still on its way
+'''
+
+
+@needs_vime
+@pytest.mark.parametrize("mode, error", [("fully_async", "RayTaskError(EngineRefused)"), ("own", "ActorDiedError")])
+def test_the_driver_learns_the_cause(tmp_path, mode, error):
+    pytest.importorskip("ray")
+    driver = tmp_path / "driver.py"
+    driver.write_text(RAY_DRIVER)
+    env = environment()
+    env["PYTHONPATH"] += os.pathsep + str(HERE)
+    command = [sys.executable, str(driver), str(tmp_path), mode]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+    times = {
+        line.split()[0]: float(line.split()[1]) for line in done.stdout.splitlines() if line[:5] in ("ready", "ended")
+    }
+    assert done.returncode == 1 and times["ended"] - times["ready"] < ENDS_SECONDS
+    assert error in done.stderr
+    said = done.stdout + done.stderr  # Ray prints what the actor writes on the driver's output
+    assert "--enable-scale-out" in said
+    if mode == "fully_async":
+        assert "EngineRefused" in done.stderr.splitlines()[-1]
+
+
+# --- the parts -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    failures.forget()
+    yield
+    failures.forget()
+
+
+LOST = RuntimeError("the worker is gone")
+
+
+def test_a_share_of_the_last_episodes_may_be_lost():
+    for _ in range(32):
+        failures.count(LOST, 0.5)
+        failures.count(None, 0.5)
+    failures.count(LOST, 0.5)
+    with pytest.raises(failures.TooManyFailures, match="33 of the last 64 .* the worker is gone"):
+        failures.count(LOST, 0.5)
+
+
+@pytest.mark.parametrize("seconds_apart, rate, ends", [(1.0, 0.5, True), (0.1, 0.5, False), (1.0, 1.0, False)])
+def test_losing_all_for_some_time_is_enough(monkeypatch, seconds_apart, rate, ends):
+    now = SimpleNamespace(seconds=0.0)
+    monkeypatch.setattr(failures.time, "monotonic", lambda: now.seconds)
+
+    def lose(times):
+        for _ in range(times):
+            now.seconds += seconds_apart
+            failures.count(LOST, rate)
+
+    lose(failures.MAX_LOST_IN_A_ROW - 1)
+    failures.count(None, rate)  # one that is not lost begins the row anew
+    lose(failures.MAX_LOST_IN_A_ROW - 1)
+    if ends:
+        with pytest.raises(failures.TooManyFailures, match="all of the last 16 .* the worker is gone"):
+            lose(1)
+    else:
+        lose(1)
+
+
+@pytest.fixture
+def worker(monkeypatch):
+    """This thread is taken for vime's worker's."""
+    made = SimpleNamespace(output_queue=queue.Queue(maxsize=1), worker_thread=threading.current_thread())
+    vimes = SimpleNamespace(_global_worker=made)
+    monkeypatch.setitem(sys.modules, "vime.rollout.fully_async_rollout", vimes)
+    return made
+
+
+def test_the_cause_is_first_in_the_queue_and_there_once(worker, monkeypatch):
+    worker.output_queue.put((1, ["a group"]))  # and the queue is full
+    failures.raise_if_ended()
+    assert all(failures.end_run(LOST) for _ in range(3))
+    assert worker.output_queue.qsize() == 2
+    with pytest.raises(RuntimeError, match="the worker is gone"):
+        _id, _group = worker.output_queue.get_nowait()
+    assert worker.output_queue.get_nowait() == (1, ["a group"])
+    with pytest.raises(RuntimeError, match="the worker is gone"):
+        failures.raise_if_ended()
+    assert failures.end_run(ValueError("a later one"))  # whoever goes on meets the first cause again
+    with pytest.raises(RuntimeError, match="the worker is gone"):
+        _id, _group = worker.output_queue.get_nowait()
+    another = SimpleNamespace(output_queue=queue.Queue(), worker_thread=threading.current_thread())
+    monkeypatch.setattr(sys.modules["vime.rollout.fully_async_rollout"], "_global_worker", another)
+    failures.raise_if_ended()  # another worker is another run
+
+
+def test_a_waiting_rollout_function_is_woken(worker):
+    seen = []
+
+    def wait():
+        try:
+            _id, _group = worker.output_queue.get(timeout=20)
+        except RuntimeError as error:
+            seen.append(error)
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    failures.end_run(LOST)
+    waiting.join(20)
+    assert seen == [LOST]
+
+
+def test_elsewhere_an_exception_is_only_raised():
+    async def main():
+        return failures.end_run(LOST)
+
+    assert asyncio.run(main()) is False
+    failures.raise_if_ended()
