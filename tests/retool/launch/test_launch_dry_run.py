@@ -114,7 +114,8 @@ def test_a_running_cluster_is_used_if_it_is_named(tree, stage):
     result = dry_run(tree, stage, RAY_ADDRESS="http://10.0.0.1:8265", NUM_NODES="2", WANDB_KEY=SECRET)
     assert result.returncode == 0
     words = shlex.split(result.stdout.replace("\\\n", " "), comments=True)
-    assert words[:5] == ["ray", "job", "submit", "--address", "http://10.0.0.1:8265"]
+    assert words[:2] == ["python3", str(EXAMPLE / "launch" / "ray_job.py")]
+    assert words[2:4] == ["--address", "http://10.0.0.1:8265"]
     assert flags_of(job_words(result.stdout))["--actor-num-nodes"] == ["2"]
     assert "wandb login" in result.stderr and SECRET not in result.stdout + result.stderr
 
