@@ -11,7 +11,7 @@ those that `generate_with_retool.generate` builds (with vime's loss mask type `q
 published text, in which the interpreter's words are trained on like the model's.
 
 Invariant: what a row says is kept, to the character inside code and output (where chat tokens and tags are broken up,
-as the loop does it); only layout between the blocks changes, and words between a code block and its output move behind
+as the loop does it); only layout between the blocks changes, and words between a code block and its output move after
 the output, because in RL nothing follows a call. A row for which that cannot be done is reported with its place and
 reason. More than one bad row in a hundred: nothing is written.
 """
@@ -28,6 +28,8 @@ from typing import Literal, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from retool import actions
+from retool.chat import CODE_INTERPRETER, CODE_TOOL, SYSTEM_PROMPT, neutralize, tool_call_text
 from retool.data_io import (
     BadRows,
     DataError,
@@ -38,7 +40,6 @@ from retool.data_io import (
     readable,
     run_script,
 )
-from tool_sandbox import CODE_TOOL, SYSTEM_PROMPT, neutralize, tool_registry
 
 DIALECTS = ("tool_call", "code")
 DEFAULT_TOKENIZER = "/root/Qwen/Qwen3-4B-Instruct-2507"
@@ -57,17 +58,12 @@ FORMAT_REQUEST = re.compile(
 )
 FORMAT_REMINDER = re.compile(r"Remember to place the final answer in the last part using the format:.*\Z", re.DOTALL)
 
-BLOCK_TAG = re.compile(r"<(/?)(code|interpreter|answer)>|^[ \t]*```(?i:python|py)[ \t]*\n", re.MULTILINE)
-FENCE_OPEN = re.compile(r"\s*```\w*[ \t]*\n")
-FENCE_CLOSE_IN_CODE = re.compile(r"\n?[ \t]*```\s*</code>")
-FENCE_CLOSE = re.compile(r"\n?^[ \t]*```[ \t]*$", re.MULTILINE)
+STRAY_TAG = re.compile(r"</?(?:code|interpreter)>|^[ \t]*```(?:python3?|py)[ \t\r]*$", re.MULTILINE | re.IGNORECASE)
+ANSWER_BLOCK = re.compile(r"<answer>|</answer>")
 FENCE_LINE = re.compile(r"^[ \t]*```", re.MULTILINE)
 THINK_TAG = re.compile(r"</?think>")
 # Inside a message each of these would end a turn, open a call or hide text from the model.
 CONTROL_TEXT = re.compile(r"<\|\w+\|>|</?(?:tool_call|tool_response|tools|think)>")
-ANSWER_LINE = re.compile(r"Answer:[^\n]*\\boxed\{", re.IGNORECASE)
-BOX_OPEN = re.compile(r"\\boxed\s*\{")
-BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 
 
 class Block(NamedTuple):
@@ -96,7 +92,7 @@ def convert(row: dict, dialect: str = "tool_call") -> dict:
     if dialect == "code":
         messages = [_message("user", user), _message("assistant", assistant)]
         return {"messages": messages, "tools": "[]"}
-    return {"messages": conversation, "tools": json.dumps(tool_registry.get_tool_specs(), ensure_ascii=False)}
+    return {"messages": conversation, "tools": json.dumps([CODE_INTERPRETER], ensure_ascii=False)}
 
 
 def _user_and_assistant(row: dict) -> tuple[str, str]:
@@ -123,7 +119,7 @@ def question_of(user: str) -> str:
     marker = QUESTION_MARKER.search(user)
     question = user[marker.end() :] if marker else user
     question = FORMAT_REMINDER.sub("", FORMAT_REQUEST.sub("", question)).strip()
-    if BLOCK_TAG.search(question):
+    if STRAY_TAG.search(question) or ANSWER_BLOCK.search(question):
         raise RowError("the question holds a block tag (is its preamble without '*user question:*'?)")
     if not question:
         raise RowError("the question is empty")
@@ -131,49 +127,63 @@ def question_of(user: str) -> str:
 
 
 def split_blocks(text: str) -> Iterator[Block]:
-    """Split an assistant text into its blocks, in order.
-
-    A ```python fence outside <code> is a code block too, as it is in RL.
+    """Split an assistant text into its blocks, in order: code and outputs are where the loop would read them.
 
     Raises:
         RowError: a block is not closed, not opened or empty.
     """
     start = 0
-    while tag := BLOCK_TAG.search(text, start):
-        if tag.start() > start:
+    for found in actions.scan(text, over=True).blocks:
+        yield from _split_prose(text[start : found.start])
+        body = text[found.body : found.body_end]
+        opening = text[found.start : found.body].strip().lower()
+        if found.kind == "tool_call" or opening == "<tool_response>":
+            raise RowError(f"the assistant text holds {opening}, which controls the chat format")
+        if found.kind == "hallucinated":
+            yield Block("result", body.removeprefix("\n").removesuffix("\n"))  # a program may well print nothing
+        else:
+            yield Block("code", _code(body, fenced=found.kind == "fence"))
+        start = found.end
+    yield from _split_prose(text[start:])
+
+
+def _code(body: str, fenced: bool) -> str:
+    if fenced:  # the lines of the fence are not part of the body
+        code = body.removeprefix("\n").removesuffix("\n")
+    else:
+        code = actions.without_fence(body)
+        if code == body:
+            code = body.removeprefix("\n").removesuffix("\n")
+            if FENCE_LINE.match(code.lstrip("\n")):
+                raise RowError("unclosed <code> block: its fence has no end")
+            if FENCE_LINE.search(code):
+                raise RowError("a code block with text beside its fence")
+    if not code.strip():
+        raise RowError("empty code block")
+    return code
+
+
+def _split_prose(text: str) -> Iterator[Block]:
+    """The words between code and output, and the answers among them."""
+    if stray := STRAY_TAG.search(text):
+        tag = stray[0].strip()
+        raise RowError(f"{tag} closes no block" if tag.startswith("</") else f"unclosed {tag} block")
+    start = 0
+    while tag := ANSWER_BLOCK.search(text, start):
+        end = text.find("</answer>", tag.end())
+        if tag[0] == "</answer>":
+            raise RowError("</answer> closes no block")
+        if end < 0:
+            raise RowError("unclosed <answer> block")
+        answer = text[tag.end() : end].removeprefix("\n").removesuffix("\n")
+        if not answer.strip():
+            raise RowError("empty answer block")
+        if text[start : tag.start()]:
             yield Block("text", text[start : tag.start()])
-        if tag[1]:
-            raise RowError(f"{tag[0]} closes no block")
-        block, start = _read_block(text, tag)
-        if not block.content.strip() and block.kind != "result":  # a program may well print nothing
-            raise RowError(f"empty {block.kind} block")
-        yield block
-    if start < len(text):
+        yield Block("answer", answer)
+        start = end + len("</answer>")
+    if text[start:]:
         yield Block("text", text[start:])
-
-
-def _read_block(text: str, tag: re.Match) -> tuple[Block, int]:
-    """The block that `tag` opens, and where the text goes on behind it."""
-    name = tag[2]
-    if name is None:
-        close = FENCE_CLOSE.search(text, tag.end())
-        if close is None:
-            raise RowError("unclosed ```python block")
-        return Block("code", text[tag.end() : close.start()]), close.end()
-    if name == "code" and (fence := FENCE_OPEN.match(text, tag.end())):
-        # Code may hold fences and even "</code>" in its strings: only both together close it.
-        close = FENCE_CLOSE_IN_CODE.search(text, fence.end() - 1)
-        if close is None:
-            raise RowError("unclosed <code> block")
-        return Block("code", text[fence.end() : close.start()]), close.end()
-    end = text.find(f"</{name}>", tag.end())
-    if end < 0:
-        raise RowError(f"unclosed <{name}> block")
-    content = text[tag.end() : end].removeprefix("\n").removesuffix("\n")
-    if name == "code" and FENCE_LINE.search(content):
-        raise RowError("a code block with text beside its fence")
-    kind = {"code": "code", "interpreter": "result", "answer": "answer"}[name]
-    return Block(kind, content), end + len(f"</{name}>")
 
 
 def _conversation(question: str, blocks: list[Block]) -> list[dict]:
@@ -186,12 +196,13 @@ def _conversation(question: str, blocks: list[Block]) -> list[dict]:
             if answer is not None:
                 raise RowError("more than one answer block")
             answer = content
-        elif answer is not None or ANSWER_LINE.search(text):
+        elif answer is not None or isinstance(actions.read_action(text).action, actions.Answer):
             raise RowError("an answer stands before a code or interpreter block")  # RL would end there
         elif kind == "code":
             if open_call:
                 raise RowError("a code block without an interpreter block")
-            messages.append(_message("assistant", "\n".join(filter(None, [_trim(text), tool_call_text(content)]))))
+            call = tool_call_text(CODE_TOOL, {"code": content})
+            messages.append(_message("assistant", "\n".join(filter(None, [_trim(text), call]))))
             text, open_call = "", True
         else:
             if not open_call:
@@ -203,7 +214,18 @@ def _conversation(question: str, blocks: list[Block]) -> list[dict]:
     messages.append(_message("assistant", final_text(_trim(text), answer)))
     for message in messages[1:]:
         _refuse_control_text(message)
+    _check_reading(messages)
     return messages
+
+
+def _check_reading(messages: list[dict]) -> None:
+    """What SFT teaches is what RL reads: each assistant message but the last calls the tool, and the last answers."""
+    turns = [message["content"] for message in messages if message["role"] == "assistant"]
+    for turn in turns[:-1]:
+        if not isinstance(actions.read_action(turn).action, actions.Code):
+            raise RowError("RL would not read a tool call in the words and the call of a turn")
+    if not isinstance(actions.read_action(turns[-1], over=True).action, actions.Answer):
+        raise RowError("RL would not read an answer in the last text")
 
 
 def _message(role: str, content: str) -> dict:
@@ -213,12 +235,6 @@ def _message(role: str, content: str) -> dict:
 def _trim(text: str) -> str:
     """Take off the empty lines with which the layout sets a block apart."""
     return re.sub(r"\A(?:[ \t]*\n)+", "", text).rstrip()
-
-
-def tool_call_text(code: str) -> str:
-    """A call of the interpreter, written as Qwen's chat template writes an entry of `tool_calls`."""
-    call = {"name": CODE_TOOL, "arguments": {"code": code}}
-    return f"<tool_call>\n{json.dumps(call, ensure_ascii=False)}\n</tool_call>"
 
 
 def _refuse_control_text(message: dict) -> None:
@@ -237,7 +253,7 @@ def final_text(text: str, answer: str | None) -> str:
         answer: what stands in the <answer> block, None if there is none.
     """
     source = text if answer is None else answer
-    found = boxes(source)
+    found = [box.content for box in actions.find_boxes(source)]
     if not found:
         raise RowError("no final answer in a box")
     if answer is not None and len(set(found)) > 1:
@@ -251,22 +267,8 @@ def final_text(text: str, answer: str | None) -> str:
 
 
 def _is_box_alone(answer: str) -> bool:
-    return (
-        re.fullmatch(r"\$*\\boxed\s*\{.*\}\$*\.?", answer.strip(), re.DOTALL) is not None and len(boxes(answer)) == 1
-    )
-
-
-def boxes(text: str) -> list[str]:
-    """The contents of all complete, non-empty \\boxed{...} in the text, braces balanced, in order."""
-    found = []
-    for opening in BOX_OPEN.finditer(text):
-        depth = 1
-        for brace in BRACE.finditer(text, opening.end()):
-            depth += {"{": 1, "}": -1}.get(brace[0], 0)
-            if depth == 0:
-                found.append(text[opening.end() : brace.start()].strip())
-                break
-    return [content for content in found if content]
+    only_a_box = re.fullmatch(r"\$*\\boxed\s*\{.*\}\$*\.?", answer.strip(), re.DOTALL)
+    return only_a_box is not None and len(actions.find_boxes(answer)) == 1
 
 
 def main() -> int:

@@ -76,6 +76,7 @@ TOOL_CONFIGS: dict[str, Any] = {
     "max_failure_rate": 0.5,
 }
 
+
 class SandboxError(RuntimeError):
     """The machinery failed, not the model's code. The call has no observation and must not be trained on."""
 
@@ -842,6 +843,7 @@ class PythonSandbox:
 
 
 ToolHandler = Callable[[dict], Awaitable[str]]
+
 
 class ToolRegistry:
     """The tools that the model is told of. `tools` holds the specs by name, in the order the prompt shows them."""

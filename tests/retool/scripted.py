@@ -15,6 +15,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 
 import generate_with_retool as plugin
+from retool import engine, failures
 
 from vime.utils import http_utils
 from vime.utils.types import Sample
@@ -198,8 +199,8 @@ class Rollout:
         self.tokenizer = tokenizer or PairTokenizer()
         self.state = SimpleNamespace(tokenizer=self.tokenizer, aborted=False)
         monkeypatch.setattr(plugin, "GenerateState", lambda args: self.state)
-        plugin._engine_answered.clear()
-        plugin._recent_faults.clear()
+        engine.forget_engine()
+        failures.forget()
         self.engines: list[ScriptedEngine] = []
 
     def engine(self, script) -> ScriptedEngine:
@@ -233,8 +234,8 @@ class Rollout:
             assert json.dumps(params, default=str) == before, "sampling_params was changed"
 
     def close(self):
-        for engine in self.engines:
-            engine.close()
+        for started in self.engines:
+            started.close()
 
 
 def check_sample(sample, tokenizer):

@@ -1,6 +1,7 @@
 """sft_data_processing: every form of a published row, what must be refused and why, and the file that vime reads."""
 
 import json
+import time
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -8,9 +9,11 @@ import pytest
 from data_helpers import run_script, write_jsonl
 from hypothesis import given
 from hypothesis import strategies as st
+from retool import actions
+from retool.chat import SYSTEM_PROMPT, tool_call_text
 from retool.data_io import RowError
-from sft_data_processing import boxes, convert, final_text, question_of, split_blocks, tool_call_text
-from tool_sandbox import SYSTEM_PROMPT, tool_registry
+from sft_data_processing import convert, final_text, question_of, split_blocks
+from tool_sandbox import tool_registry
 
 SCRIPT = Path(__file__).resolve().parents[3] / "examples" / "retool" / "sft_data_processing.py"
 PREAMBLE = (
@@ -73,7 +76,7 @@ def test_calls_are_written_as_the_chat_template_writes_them(qwen3_tokenizer):
         qwen3_tokenizer.apply_chat_template([message], tokenize=False)
         for message in (
             {"role": "assistant", "content": "Now.", "tool_calls": [{"type": "function", "function": arguments}]},
-            {"role": "assistant", "content": "Now.\n" + tool_call_text(code)},
+            {"role": "assistant", "content": "Now.\n" + tool_call_text("code_interpreter", {"code": code})},
         )
     ]
     assert rendered[0] == rendered[1]
@@ -118,6 +121,39 @@ def test_code_is_kept_to_the_character(code):
     messages = convert(row(answered(block(code))))["messages"]
     assert roles(messages) == ["system", "user", "assistant", "tool", "assistant"]
     assert code_of(messages[2]) == code
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        "<code>\n```python\nx = 1  # </code>\nprint(x)\n```\n</code>",
+        "<code>\nx = 1  # </code>",
+        '<code>\n```python\ns = "</code>"\nprint(s)\n```\n</code>',
+        "<CODE>\nprint(1)\n</code>",
+        "```py\nprint(1)\n```",
+        "<code>\n    if 1:\n        print(1)\n</code>",
+        "<code>```python\nprint(1)```</code>",
+    ],
+)
+def test_the_program_is_the_one_that_the_loop_reads(written):
+    """However a block is written: the two have one reader."""
+    try:
+        messages = convert(row(answered(f"Go.\n{written}\n<interpreter>\n1\n</interpreter>\n")))["messages"]
+    except RowError:
+        return  # refused by name, never read in another way
+    published = actions.read_action(f"Go.\n{written}").action
+    taught = actions.read_action(messages[2]["content"]).action
+    assert isinstance(published, actions.Code) and published.source == taught.source
+
+
+def test_many_unclosed_boxes_take_linear_time():
+    def seconds(count: int) -> float:
+        begun = time.perf_counter()
+        with pytest.raises(RowError):
+            final_text("\\boxed{" * count, None)
+        return time.perf_counter() - begun
+
+    assert min(seconds(40_000) for _ in range(3)) < 4 * min(seconds(20_000) for _ in range(3)) < 4
 
 
 @pytest.mark.parametrize("result", ["4", "  4\n\n", "", "a\n\n```python\nb\n```", "x < y", "<class 'int'>", "∑ é 𝔸"])
@@ -296,22 +332,6 @@ def test_any_text_gives_blocks_or_a_reason(text):
     except RowError:
         return
     assert all(block.content for block in blocks if block.kind != "result")
-
-
-@pytest.mark.parametrize(
-    "text, found",
-    [
-        ("", []),
-        ("\\boxed{a}", ["a"]),
-        ("\\boxed{{a}} \\boxed{ b }", ["{a}", "b"]),
-        ("\\boxed{\\}} x", ["\\}"]),
-        ("\\boxed{a", []),
-        ("\\boxed{a \\boxed{b}", ["b"]),
-        ("\\boxed{}", []),
-    ],
-)
-def test_boxes(text, found):
-    assert boxes(text) == found
 
 
 # The script as a user runs it ----------------------------------------------------------------------------------------

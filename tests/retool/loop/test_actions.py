@@ -1,4 +1,4 @@
-"""How a turn is read: the handed cases, their families, and that it is linear and never raises."""
+"""How a turn is read: the golden cases, their families, and that it is linear and never raises."""
 
 import json
 import time
@@ -8,13 +8,15 @@ import generate_with_retool as plugin
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from retool import actions
+from retool.actions import Code, Incomplete, Invalid
 from tool_sandbox import tool_registry
 
 CASES = [json.loads(line) for line in (Path(__file__).parents[1] / "cases" / "actions.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.parametrize("case", CASES, ids=[case["id"] for case in CASES])
-def test_handed_cases(case):
+def test_golden_cases(case):
     assert plugin.postprocess_predictions(case["text"]) == (case["action"], case["content"])
 
 
@@ -120,6 +122,16 @@ def test_code(text, code):
     assert plugin.postprocess_predictions(text) == ("code", code)
 
 
+def test_a_closing_tag_in_a_comment_is_part_of_it_between_fences_only():
+    fenced = "<code>\n```python\nx = 1  # </code>"
+    assert isinstance(actions.read_action(fenced).action, Incomplete)
+    whole = actions.read_action(fenced + "\nprint(x)\n```\n</code>").action
+    assert whole == Code("x = 1  # </code>\nprint(x)", "code")
+    assert isinstance(actions.read_action(fenced, over=True).action, Code)
+    assert actions.read_action("<code>x = 1  # done</code>").action == Code("x = 1  # done", "code")
+    assert actions.read_action("<code>```python\nx = 1  # done```</code>").action == Code("x = 1  # done", "code")
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -130,11 +142,11 @@ def test_code(text, code):
         'Let me.\n<tool_call>\n{"name": "code_interpreter", "arguments": {"code": "\n</tool_call>',
     ],
 )
-def test_a_closing_tag_in_an_unfinished_string_is_waited_out(text):
-    assert plugin.read_action(text).waits
+def test_a_closing_tag_in_an_unfinished_string_leaves_the_turn_incomplete(text):
+    assert isinstance(actions.read_action(text).action, Incomplete)
     assert plugin.postprocess_predictions(text) == (None, "")
-    over = plugin.read_action(text + "<|im_end|>")
-    assert not over.waits and (over.kind == "code" or "not valid JSON" in over.problem)
+    over = actions.read_action(text + "<|im_end|>").action
+    assert isinstance(over, Code) or (isinstance(over, Invalid) and "not valid JSON" in over.problem)
 
 
 @pytest.mark.parametrize(
@@ -167,8 +179,8 @@ def test_a_closing_tag_in_an_unfinished_string_is_waited_out(text):
     ],
 )
 def test_problems_are_named(text, words):
-    action = plugin.read_action(text, over=True)
-    assert action.kind is None and words in action.problem
+    action = actions.read_action(text, over=True).action
+    assert isinstance(action, Invalid) and words in action.problem
     assert plugin.postprocess_predictions(text) == (None, "")
 
 
@@ -218,17 +230,17 @@ PIECES = st.sampled_from(
 @settings(max_examples=500, deadline=None)
 @given(st.lists(PIECES, max_size=40).map("".join), st.sampled_from([None, False, True]))
 def test_never_raises_and_agrees_with_itself(text, over):
-    action = plugin.read_action(text, over)
-    assert (action.kind is None) == bool(action.problem or action.waits)
-    assert not (action.waits and over)
+    action = actions.read_action(text, over).action
+    assert not isinstance(action, Invalid) or action.problem
+    assert not (isinstance(action, Incomplete) and over)
     assert text.startswith(plugin.postprocess_responses(text))
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.text(max_size=200), st.text(alphabet="ab \n", max_size=20))
 def test_any_code_survives_json(code, prose):
-    if plugin._source(code):
-        assert plugin.postprocess_predictions(prose + json_call(code)) == ("code", plugin._source(code))
+    if actions.source(code):
+        assert plugin.postprocess_predictions(prose + json_call(code)) == ("code", actions.source(code))
 
 
 REPEATED = {
@@ -262,12 +274,28 @@ def test_reading_is_linear(start, piece):
         best = float("inf")
         for _ in range(3):
             begun = time.perf_counter()
-            plugin.read_action(text, over=False)
-            plugin.read_action(text, over=True)
+            actions.read_action(text, over=False)
+            actions.read_action(text, over=True)
             plugin.postprocess_responses(text)
-            plugin._last_box(text)
+            actions.last_box(text)
             best = min(best, time.perf_counter() - begun)
         return best
 
     # Eight times the text: quadratic work would take 64 times as long.
     assert seconds(8_000) < 24 * seconds(1_000) + 0.02
+
+
+@pytest.mark.parametrize(
+    "text, found",
+    [
+        ("", []),
+        ("\\boxed{a}", ["a"]),
+        ("\\boxed{{a}} \\boxed{ b }", ["{a}", "b"]),
+        ("\\boxed{\\}} x", ["\\}"]),
+        ("\\boxed{a", []),
+        ("\\boxed{a \\boxed{b}", ["b"]),
+        ("\\boxed{}", []),
+    ],
+)
+def test_boxes(text, found):
+    assert [box.content for box in actions.find_boxes(text)] == found

@@ -5,6 +5,7 @@ import base64
 import io
 import json
 import math
+import re
 import threading
 import time
 from types import SimpleNamespace
@@ -14,11 +15,13 @@ import httpx
 import numpy
 import pytest
 import tool_sandbox
+from retool import chat, engine, failures
+from retool.episode import ANSWER_TOKENS
 from scripted import PairTokenizer, Rollout, Turn, call, check_sample, check_token_in_token_out, make_params
 
 from vime.utils.types import Sample
 
-END = plugin.IM_END
+END = chat.IM_END
 ANSWER = Turn(f"So it is.\nAnswer: \\boxed{{42}}{END}")
 
 
@@ -60,7 +63,7 @@ def test_call_observation_answer(rollout, tool):
         + ANSWER.text
     )
     record = retool(sample)
-    assert record["end_reason"] == "answer" and record["turns"] == 2 and record["made_up_outputs"] == 0
+    assert record["end_reason"] == "answer" and record["turns"] == 2 and record["hallucinated_outputs"] == 0
     (one,) = record["calls"]
     assert one["kind"] == "code_interpreter" and one["outcome"] == "ok" and one["seconds"] >= 0
     assert one["input_chars"] == len("print(6 * 7)") and one["output_chars"] == len("Output:\n42")
@@ -112,7 +115,7 @@ def test_a_turn_that_ended_is_followed_by_a_user_turn(rollout, tool, turn, befor
 def assert_well_formed(text):
     """Turns open and close in turn, and start with a role."""
     depth = 0
-    for part in plugin.re.split(r"(<\|im_start\|>|<\|im_end\|>)", text):
+    for part in re.split(r"(<\|im_start\|>|<\|im_end\|>)", text):
         if part == "<|im_start|>":
             depth += 1
         elif part == "<|im_end|>":
@@ -161,12 +164,12 @@ def test_the_real_sandbox(rollout):
     assert [one["outcome"] for one in retool(sample)["calls"]] == ["refused", "error"] and sample.tool_call_count == 2
 
 
-def test_made_up_output_stays_the_models_and_is_counted(rollout, tool):
-    made_up = "<interpreter>\n7\n</interpreter>"
-    sample = rollout.run([Turn(f"It prints\n{made_up}\n<code>1</code>"), ANSWER])
-    assert retool(sample)["made_up_outputs"] == 1
+def test_hallucinated_output_stays_the_models_and_is_counted(rollout, tool):
+    hallucinated = "<interpreter>\n7\n</interpreter>"
+    sample = rollout.run([Turn(f"It prints\n{hallucinated}\n<code>1</code>"), ANSWER])
+    assert retool(sample)["hallucinated_outputs"] == 1
     start = len(rollout.tokenizer.sampled("It prints\n"))
-    assert sample.loss_mask[start : start + len(made_up)] == [1] * len(made_up)
+    assert sample.loss_mask[start : start + len(hallucinated)] == [1] * len(hallucinated)
 
 
 @pytest.mark.parametrize(
@@ -303,7 +306,7 @@ def test_a_stop_that_repeats_inside_a_string_does_not_ask_forever(rollout, tool)
         return ANSWER if tool.codes else Turn(("" if index else "<code>x = '''") + "</code>")
 
     sample = rollout.run(script)
-    assert len(rollout.requests) == plugin._MAX_REQUESTS_A_TURN + 1
+    assert len(rollout.requests) == plugin.MAX_REQUESTS_PER_TURN + 1
     assert tool.codes == ["x = '''"] and sample.status == Sample.Status.COMPLETED
 
 
@@ -368,7 +371,7 @@ def test_no_room_at_all(rollout, tool, params, args):
 def test_observations_are_cut_to_fit_with_their_frame_whole(rollout, tool, limit, dialect):
     tool.answer = "Output:\n" + "0123456789" * 300 + "THE END"
     first = call("1") if dialect == "tool_call" else "<code>1</code>"
-    frame = "".join(plugin._frame(dialect, first))
+    frame = "".join(chat.frame(dialect, turn_ended=False))
     probe = rollout.run([Turn(first), ANSWER])
     prompt = len(probe.tokens) - probe.response_length
     bare = len(rollout.tokenizer(frame, add_special_tokens=False)["input_ids"])
@@ -383,12 +386,12 @@ def test_observations_are_cut_to_fit_with_their_frame_whole(rollout, tool, limit
             assert sample.status == Sample.Status.TRUNCATED and retool(sample)["end_reason"] == limit
             assert sample.response == first and tool.codes == []
             continue
-        before, after = plugin._frame(dialect, first)
+        before, after = chat.frame(dialect, turn_ended=False)
         observation = sample.response.removeprefix(first)
         assert observation.startswith(before) and after in observation
         shown = observation[len(before) : observation.index(after)]
         left = total - len(rollout.tokenizer.sampled(first)) - sample.loss_mask.count(0)
-        assert left >= min(plugin._ANSWER_ROOM, room - bare)
+        assert left >= min(ANSWER_TOKENS, room - bare)
         if room > bare + 200:
             assert shown.startswith("Output:\n01") and shown.endswith("THE END")
             assert ("left out" in shown) == (room < bare + 3200)
@@ -592,7 +595,7 @@ def test_a_sandbox_failure_loses_the_sample(rollout, tool):
     tool.answer = fail
     sample = rollout.run([Turn(call("1"))])
     assert_lost(sample)
-    assert retool(sample)["end_reason"] == "fault" and sample.response == call("1")
+    assert retool(sample)["end_reason"] == "infrastructure_error" and sample.response == call("1")
 
 
 def test_many_failures_stop_the_run(rollout, tool):
@@ -603,7 +606,7 @@ def test_many_failures_stop_the_run(rollout, tool):
     with pytest.raises(plugin.TooManyFailures, match="the worker is gone"):
         for _ in range(100):
             assert_lost(rollout.run([Turn(call("1"))]))
-    plugin._recent_faults.clear()
+    failures.forget()
     for index in range(60):  # every fourth is lost
         tool.answer = fail if index % 4 == 0 else "Output:\n1"
         rollout.run([Turn(call("1")), ANSWER])
@@ -663,7 +666,7 @@ def test_the_status_is_found_behind_a_wrapped_error():
     inner.response = SimpleNamespace(status_code=403)
     outer = RuntimeError("wrapped")
     outer.__cause__ = inner
-    assert plugin._http_status(outer) == 403 and plugin._http_status(RuntimeError()) is None
+    assert engine._http_status(outer) == 403 and engine._http_status(RuntimeError()) is None
 
 
 # --- cancellation and threads ----------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import generate_with_retool as plugin
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from retool.chat import render_prompt
 from tool_sandbox import SYSTEM_PROMPT, tool_registry
 
 TOOLS = tool_registry.get_tool_specs()
@@ -74,7 +75,7 @@ def template(tokenizer, messages, tools=TOOLS):
 @pytest.mark.parametrize("tools", [TOOLS, None], ids=["tools", "no tools"])
 def test_as_qwen3s_template(qwen3_tokenizer, messages, tools):
     assert rendered(messages, tools) == template(qwen3_tokenizer, messages, tools)
-    assert plugin._prompt_text(messages, TOOLS) == template(qwen3_tokenizer, messages)
+    assert render_prompt(messages, TOOLS) == template(qwen3_tokenizer, messages)
 
 
 def test_a_tool_with_awkward_text(qwen3_tokenizer):
@@ -145,7 +146,7 @@ def test_split_prompt(prompt, expected):
 def test_a_prompt_is_not_changed():
     before = json.dumps(CONVERSATIONS)
     for messages in CONVERSATIONS.values():
-        plugin._prompt_text(messages, TOOLS)
+        render_prompt(messages, TOOLS)
     assert json.dumps(CONVERSATIONS) == before
 
 
@@ -160,23 +161,23 @@ def test_a_prompt_is_not_changed():
 )
 def test_what_cannot_be_rendered_is_named(message, words):
     with pytest.raises(ValueError, match=words):
-        plugin._prompt_text([QUESTION, message, QUESTION], TOOLS)
+        render_prompt([QUESTION, message, QUESTION], TOOLS)
 
 
 def test_a_templated_prompt_is_used_as_it_is():
     templated = plugin.format_conversation_with_tools("Q", TOOLS, "S")
-    assert plugin._prompt_text(templated, TOOLS) == templated
+    assert render_prompt(templated, TOOLS) == templated
     thinking = templated + "<think>\n\n</think>\n\n"
-    assert plugin._prompt_text(thinking, TOOLS) == thinking
+    assert render_prompt(thinking, TOOLS) == thinking
 
 
 @pytest.mark.parametrize("tools", [[], [{"type": "function", "function": {"name": "other"}}]])
 def test_a_templated_prompt_without_the_tools_is_refused(tools):
     templated = plugin.format_conversation_with_tools('Q about "name": "code_interpreter"', tools, "S")
     with pytest.raises(ValueError, match="--apply-chat-template"):
-        plugin._prompt_text(templated, TOOLS)
+        render_prompt(templated, TOOLS)
 
 
 def test_a_question_about_chat_tokens_is_a_question():
     prompt = "What does <|im_start|> mean?"
-    assert plugin._prompt_text(prompt, TOOLS) == plugin.format_conversation_with_tools(prompt, TOOLS)
+    assert render_prompt(prompt, TOOLS) == plugin.format_conversation_with_tools(prompt, TOOLS)

@@ -7,6 +7,7 @@ import generate_with_retool as plugin
 import tool_sandbox
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from retool import failures
 from scripted import PairTokenizer, Turn, call, check_sample, make_args, make_params
 
 from vime.utils.types import Sample
@@ -104,7 +105,7 @@ def test_any_episode_keeps_the_invariants(
     ]
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced]
     old_caps = configs["max_turns"], configs["max_tool_calls"]
-    plugin._recent_faults.clear()
+    failures.forget()
 
     async def main():
         task = asyncio.ensure_future(
@@ -144,7 +145,7 @@ def test_any_episode_keeps_the_invariants(
     assert sample.response_length <= max_new_tokens
     assert record["turns"] <= caps[0] + caps[1] and sample.tool_call_count <= caps[1]
     assert len(called) == sample.tool_call_count
-    ends = {"answer": "completed", "abort": "aborted", "fault": "aborted"}
+    ends = {"answer": "completed", "abort": "aborted", "infrastructure_error": "aborted"}
     assert sample.status.value == ends.get(record["end_reason"], "truncated")
     if sample.loss_mask and sample.loss_mask[-1] == 0 and not task.cancelled():
         # an observation is the last thing only if the engine was asked to go on behind it, and added nothing

@@ -6,6 +6,7 @@ import threading
 
 import generate_with_retool as plugin
 import pytest
+from retool import chat
 from scripted import call
 
 from vime.utils.types import Sample
@@ -122,7 +123,7 @@ def test_from_any_thread():
 
 def test_observations_are_recognized_as_the_loop_frames_them():
     for dialect, ended in itertools.product(("tool_call", "code", None), (False, True)):
-        turn = "x" + (plugin.IM_END if ended else "")
-        before, after = plugin._frame(dialect, turn)
-        response = turn + before + plugin.neutralize("Output:\n\\boxed{42}\n</interpreter>\n\n") + after + "done"
+        turn = "x" + (chat.IM_END if ended else "")
+        before, after = chat.frame(dialect, turn_ended=ended)
+        response = turn + before + chat.neutralize("Output:\n\\boxed{42}\n</interpreter>\n\n") + after + "done"
         assert score(response)["pred"] == "", (dialect, ended)
