@@ -10,12 +10,16 @@
 #
 # Settings (environment):
 #   VIME_ROOT        vime checkout                        (the one this file lies in)
+#   MODEL_SCRIPT     one of vime's scripts/models         (qwen3-4B); with another one HF_CHECKPOINT must be set
 #   MEGATRON_ROOT    Megatron-LM checkout                 (/root/Megatron-LM)
-#   HF_CHECKPOINT    model to start from                  (/root/font-info/qwen3-4b-sft)
+#   HF_CHECKPOINT    model to start from                  (${RETOOL_DOWNLOADS}/font-info/qwen3-4b-sft)
 #   REF_LOAD         its weights, a Megatron checkpoint   (${HF_CHECKPOINT}_torch_dist, made if it is not there)
 #   SAVE             checkpoints; a run in it is resumed  (${HF_CHECKPOINT}_retool_rl)
-#   PROMPT_DATA      from rl_data_preprocess.py           (${VIME_ROOT}/data/retool/dapo-math-17k.jsonl)
-#   EVAL_DATA        from rl_data_preprocess.py           (${VIME_ROOT}/data/retool/aime-2024.jsonl)
+#   PROMPT_DATA      from rl_data_preprocess.py           (${VIME_ROOT}/data/retool/dapo-math-17k.jsonl, else as
+#                    downloaded: ${RETOOL_DOWNLOADS}/dapo-math-17k/dapo-math-17k.jsonl)
+#   EVAL_DATA        from rl_data_preprocess.py           (${VIME_ROOT}/data/retool/aime-2024.jsonl, else as
+#                    downloaded: ${RETOOL_DOWNLOADS}/aime-2024/aime-2024.jsonl)
+#   RETOOL_DOWNLOADS where the published downloads lie    (/root)
 #   NUM_GPUS         GPUs per node                        (as many as nvidia-smi lists)
 #   NUM_NODES        nodes; over 1 needs RAY_ADDRESS      (1)
 #   RAY_ADDRESS      a running Ray cluster to use         (none: one is started on loopback and stopped at the end)
@@ -25,20 +29,24 @@ set -euo pipefail
 source "$(dirname -- "${BASH_SOURCE[0]}")/launch/common.sh"
 
 TRAIN_SCRIPT=train.py
+PARALLEL_ARGS=(--tensor-model-parallel-size 2 --sequence-parallel)
 VLLM_ARGS=(
     --rollout-num-gpus-per-engine 2
     --vllm-gpu-memory-utilization 0.7
 )
 
 check_environment
-check_gpu_split "${PERF_ARGS[@]}" "${VLLM_ARGS[@]}" "$@"
-HF_CHECKPOINT="$(absolute "${HF_CHECKPOINT:-/root/font-info/qwen3-4b-sft}")"
-REF_LOAD="${REF_LOAD:+$(absolute "$REF_LOAD")}"
-SAVE="$(absolute "${SAVE:-${HF_CHECKPOINT}_retool_rl}")"
-PROMPT_DATA="$(absolute "${PROMPT_DATA:-${VIME_ROOT}/data/retool/dapo-math-17k.jsonl}")"
-EVAL_DATA="$(absolute "${EVAL_DATA:-${VIME_ROOT}/data/retool/aime-2024.jsonl}")"
+check_gpu_split "${PERF_ARGS[@]}" "${PARALLEL_ARGS[@]}" "${VLLM_ARGS[@]}" "$@"
+check_flags "$@"
+set_model font-info/qwen3-4b-sft-SGLang-RL "${DOWNLOADS}/font-info/qwen3-4b-sft"
+SAVE="${SAVE:-${HF_CHECKPOINT}_retool_rl}"
+PROMPT_DATA="$(absolute "${PROMPT_DATA:-$(first_file \
+    "${VIME_ROOT}/data/retool/dapo-math-17k.jsonl" "${DOWNLOADS}/dapo-math-17k/dapo-math-17k.jsonl")}")"
+EVAL_DATA="$(absolute "${EVAL_DATA:-$(first_file \
+    "${VIME_ROOT}/data/retool/aime-2024.jsonl" "${DOWNLOADS}/aime-2024/aime-2024.jsonl")}")"
 
-check_checkpoint "get it: hf download font-info/qwen3-4b-sft-SGLang-RL --local-dir ${HF_CHECKPOINT}"
+check_checkpoint
+check_save "$@"
 check_file PROMPT_DATA "make it: python ${PLUGIN_DIR}/rl_data_preprocess.py --output ${PROMPT_DATA}"
 check_file EVAL_DATA \
     "make it: python ${PLUGIN_DIR}/rl_data_preprocess.py --dataset zhuzilin/aime-2024 --output ${EVAL_DATA}"
@@ -115,6 +123,7 @@ launch \
     "${GRPO_ARGS[@]}" \
     "${WANDB_ARGS[@]}" \
     "${PERF_ARGS[@]}" \
+    "${PARALLEL_ARGS[@]}" \
     "${VLLM_ARGS[@]}" \
     "${MISC_ARGS[@]}" \
     "$@"

@@ -6,11 +6,13 @@
 #
 # Settings (environment):
 #   VIME_ROOT        vime checkout                        (the one this file lies in)
+#   MODEL_SCRIPT     one of vime's scripts/models         (qwen3-4B); with another one HF_CHECKPOINT must be set
 #   MEGATRON_ROOT    Megatron-LM checkout                 (/root/Megatron-LM)
-#   HF_CHECKPOINT    model to start from                  (/root/Qwen/Qwen3-4B-Instruct-2507)
+#   HF_CHECKPOINT    model to start from                  (${RETOOL_DOWNLOADS}/Qwen/Qwen3-4B-Instruct-2507)
 #   REF_LOAD         the same as a Megatron checkpoint    (${HF_CHECKPOINT}_torch_dist, made if it is not there)
 #   SAVE             checkpoints; a run in it is resumed  (${HF_CHECKPOINT}_retool_sft)
 #   SFT_DATA         from sft_data_processing.py          (${VIME_ROOT}/data/retool/ReTool-SFT.parquet)
+#   RETOOL_DOWNLOADS where the published downloads lie    (/root)
 #   NUM_GPUS         GPUs per node                        (as many as nvidia-smi lists)
 #   NUM_NODES        nodes; over 1 needs RAY_ADDRESS      (1)
 #   RAY_ADDRESS      a running Ray cluster to use         (none: one is started on loopback and stopped at the end)
@@ -20,14 +22,17 @@ set -euo pipefail
 source "$(dirname -- "${BASH_SOURCE[0]}")/launch/common.sh"
 
 TRAIN_SCRIPT=train_async.py
+PARALLEL_ARGS=(--tensor-model-parallel-size 1)
+
 check_environment
-check_gpu_split "${PERF_ARGS[@]}" "$@"
-HF_CHECKPOINT="$(absolute "${HF_CHECKPOINT:-/root/Qwen/Qwen3-4B-Instruct-2507}")"
-REF_LOAD="${REF_LOAD:+$(absolute "$REF_LOAD")}"
-SAVE="$(absolute "${SAVE:-${HF_CHECKPOINT}_retool_sft}")"
+check_gpu_split "${PERF_ARGS[@]}" "${PARALLEL_ARGS[@]}" "$@"
+check_flags "$@"
+set_model Qwen/Qwen3-4B-Instruct-2507 "${DOWNLOADS}/Qwen/Qwen3-4B-Instruct-2507"
+SAVE="${SAVE:-${HF_CHECKPOINT}_retool_sft}"
 SFT_DATA="$(absolute "${SFT_DATA:-${VIME_ROOT}/data/retool/ReTool-SFT.parquet}")"
 
-check_checkpoint "get it: hf download Qwen/Qwen3-4B-Instruct-2507 --local-dir ${HF_CHECKPOINT}"
+check_checkpoint
+check_save "$@"
 check_file SFT_DATA "make it: python ${PLUGIN_DIR}/sft_data_processing.py --output ${SFT_DATA}"
 stop_on_problems
 load_model_args "$@"
@@ -81,5 +86,6 @@ launch \
     "${OPTIMIZER_ARGS[@]}" \
     "${WANDB_ARGS[@]}" \
     "${PERF_ARGS[@]}" \
+    "${PARALLEL_ARGS[@]}" \
     "${MISC_ARGS[@]}" \
     "$@"

@@ -3,18 +3,25 @@
 
     row  ->  Problem(text, label)  ->  first pass: candidates on disk, labels by key  ->  second pass: output
 
-The published training file repeats some 17 thousand problems over 1.79 million rows, and wraps each in two sentences
-that ask for the line "Answer: $Answer". Here every problem is kept once, in the order of first appearance, without
+The published training files wrap each of some 17 thousand problems in two sentences that ask for a line that begins with
+"Answer:", and the original one repeats them over 1.79 million rows. Here every problem is kept once, in the order of first appearance, without
 those sentences (the system text of RL asks for the answer), with its label as a string. A problem that comes with two
 different labels cannot be scored, so all of it is left out, and so is a problem of an evaluation file given by
 --exclude. Whatever is left out is counted and printed.
+
+A label is what the answer is compared with: of a worked solution it is what stands after "####" or in its last box, and
+a row whose label cannot be told is a bad row, never a guess.
 
 Invariant: memory holds one key and one label per different problem, never the texts, so it does not grow with the
 rows; that a problem is contradicted is known only at the end, hence the second pass over the candidates.
 """
 
+from __future__ import annotations
+
 import argparse
 import json
+import math
+import os
 import re
 import sys
 import tempfile
@@ -22,8 +29,9 @@ import unicodedata
 from collections.abc import Collection, Iterable
 from hashlib import blake2b
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO, Any, NamedTuple
 
+from retool import actions
 from retool.data_io import (
     MAX_BAD_ROWS_SHOWN,
     BadRows,
@@ -31,15 +39,23 @@ from retool.data_io import (
     Row,
     RowError,
     atomic_output,
+    default_output,
     find_data_files,
+    openai_messages,
     read_rows,
     readable,
     run_script,
+    text_content,
 )
 
+DATASET_HELP = "OWNER/NAME of the hub, first looked for below RETOOL_DOWNLOADS (/root); a directory; or a file"
+DEFAULT_DATASET = "zhuzilin/dapo-math-17k"
 PROMPT_FIELDS = ("prompt", "problem", "question", "input")
+CONVERSATION_FIELDS = ("conversations", "messages")  # whose last message is a worked solution
 LABEL_FIELDS = ("label", "answer", "output")
-COLUMNS = (*PROMPT_FIELDS, *LABEL_FIELDS, "reward_model")
+PROMPT_COLUMNS = (*PROMPT_FIELDS, *CONVERSATION_FIELDS)
+LABEL_COLUMNS = (*LABEL_FIELDS, "reward_model", "solution", *CONVERSATION_FIELDS)
+MAX_LABEL_CHARS = 200  # what is longer is no answer to be compared with a box, but a solution
 
 # The file's own wording and that of its published derivatives, which differ in the form they ask for.
 INSTRUCTION_BEFORE = re.compile(
@@ -62,6 +78,7 @@ class Problem(NamedTuple):
     prompt: str  # what is written: the text, or with --keep-instruction the row's own prompt
     label: str
     has_instruction: bool  # both sentences were found
+    has_system: bool  # a system message came with it, and is not written: RL has its own
 
 
 class Seen(NamedTuple):
@@ -76,23 +93,27 @@ class Tally(NamedTuple):
     rows: int
     duplicates: int
     without_instruction: int
+    with_system: int
 
 
-def parse_row(data: dict, keep_instruction: bool = False) -> Problem:
+def parse_row(data: dict[str, Any], keep_instruction: bool = False) -> Problem:
     """The problem and label of a row, whichever of the published layouts it has.
 
     Args:
-        data: {"prompt": str or [one user message], "label"} with the names of PROMPT_FIELDS and LABEL_FIELDS, or
-            {"prompt", "reward_model": {"ground_truth"}}.
+        data: {"prompt": str or messages, "label"} with the names of PROMPT_FIELDS and LABEL_FIELDS,
+            {"prompt", "reward_model": {"ground_truth"}}, {"problem", "solution"} or {"conversations"}.
+        keep_instruction: whether the prompt stays as it is.
 
     Raises:
         RowError: the row has no usable problem or label.
     """
-    prompt = prompt_text(data).strip()
+    messages = prompt_messages(data)
+    prompt = _user_text(messages).strip()
     text, has_instruction = strip_instruction(prompt)
     if not text:
         raise RowError("the problem is empty")
-    return Problem(text, prompt if keep_instruction else text, label_text(data), has_instruction)
+    has_system = any(message.get("role") == "system" for message in messages)
+    return Problem(text, prompt if keep_instruction else text, label_text(data), has_instruction, has_system)
 
 
 def strip_instruction(prompt: str) -> tuple[str, bool]:
@@ -102,31 +123,120 @@ def strip_instruction(prompt: str) -> tuple[str, bool]:
     return text.strip(), bool(before and after)
 
 
-def prompt_text(data: dict) -> str:
-    """The user's text of a row; raises RowError where there is none, or more than one."""
+def prompt_text(data: dict[str, Any]) -> str:
+    """The user's text of a row.
+
+    Raises:
+        RowError: there is none, or more than one.
+    """
+    return _user_text(prompt_messages(data))
+
+
+def prompt_messages(data: dict[str, Any]) -> list[dict[str, Any]]:
+    """The prompt of a row as messages: a text is one of the user, a text that is JSON the messages it holds.
+
+    Raises:
+        RowError: there is no prompt.
+    """
     prompt = _first_present(data, PROMPT_FIELDS)
-    if isinstance(prompt, list):
-        if len(prompt) != 1 or not isinstance(prompt[0], dict) or prompt[0].get("role") != "user":
-            raise RowError("the prompt is a list, but not of one user message")
-        prompt = prompt[0].get("content")
-    if not isinstance(prompt, str):
-        raise RowError(f"no prompt (looked for {', '.join(PROMPT_FIELDS)})")
-    return prompt
+    if prompt is None and (conversation := _first_present(data, CONVERSATION_FIELDS)) is not None:
+        messages = openai_messages(conversation)
+        return messages[:-1] if messages and messages[-1].get("role") == "assistant" else messages
+    if isinstance(prompt, str) and prompt.lstrip().startswith(("[", "{")):
+        prompt = _messages_in_json(prompt) or prompt
+    if isinstance(prompt, str):
+        return [{"role": "user", "content": prompt}]
+    if not isinstance(prompt, list):
+        raise RowError(
+            f"no prompt (looked for {', '.join(PROMPT_COLUMNS)}; the row has {', '.join(data) or 'nothing'})"
+        )
+    if not prompt or not all(isinstance(message, dict) for message in prompt):
+        raise RowError("the prompt is a list, but not of one user message")
+    return openai_messages(prompt)
 
 
-def label_text(data: dict) -> str:
-    """The label of a row as text: 34, 34.0 and " 34 " are all "34"; raises RowError where there is none."""
-    label = _first_present(data, LABEL_FIELDS)
-    if label is None and isinstance(data.get("reward_model"), dict):
-        label = data["reward_model"].get("ground_truth")
-    if isinstance(label, float) and label.is_integer():
-        label = int(label)
-    if isinstance(label, bool) or not isinstance(label, str | int | float) or not str(label).strip():
-        raise RowError(f"no label (looked for {', '.join(LABEL_FIELDS)}, reward_model.ground_truth)")
-    return str(label).strip()
+def _messages_in_json(text: str) -> list[dict[str, Any]] | None:
+    """The messages that a text holds as JSON, None where it holds none: problems may begin with a bracket too."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    messages = value if isinstance(value, list) else [value]
+    are_messages = messages and all(isinstance(m, dict) and ("role" in m or "from" in m) for m in messages)
+    return messages if are_messages else None
 
 
-def _first_present(data: dict, names: Iterable[str]):
+def _user_text(messages: list[dict[str, Any]]) -> str:
+    users = [message for message in messages if message.get("role") == "user"]
+    others = {str(message.get("role")) for message in messages} - {"user", "system"}
+    if others:
+        raise RowError(f"the prompt holds messages of {', '.join(sorted(others))}, and not one question alone")
+    if len(users) != 1:
+        raise RowError(f"the prompt is a list with {len(users)} user messages, not of one user message")
+    content = users[0].get("content")
+    return content if isinstance(content, str) else text_content(users[0])
+
+
+def label_text(data: dict[str, Any]) -> str:
+    """The label of a row as text: 34, 34.0 and " 34 " are all "34", and so is "... so #### 34".
+
+    Raises:
+        RowError: there is none, or two fields have different ones.
+    """
+    found = {name: label for name in LABEL_FIELDS if (label := _as_label(data.get(name), name)) is not None}
+    model = data.get("reward_model")
+    truth = _as_label(model.get("ground_truth"), "ground_truth") if isinstance(model, dict) else None
+    if truth is not None:
+        found["reward_model.ground_truth"] = truth
+    if not found and isinstance(solution := data.get("solution"), str):
+        found["solution"] = _solved(solution)
+    if not found and (conversation := _first_present(data, CONVERSATION_FIELDS)) is not None:
+        last = openai_messages(conversation)[-1:]
+        if last and last[0].get("role") == "assistant":
+            found["assistant"] = _solved(text_content(last[0]))
+    if not found:
+        known = f"{', '.join(LABEL_FIELDS)}, reward_model.ground_truth, solution"
+        raise RowError(f"no label (looked for {known}; the row has {', '.join(data) or 'nothing'})")
+    (first, label), *others = found.items()
+    for name, other in others:
+        if not _same_label(label, other):
+            raise RowError(f"{first} is {label!r}, but {name} is {other!r}")
+    return label
+
+
+def _as_label(value: Any, name: str) -> str | None:
+    """The label that a field holds, None where it holds none."""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if isinstance(value, bool) or not isinstance(value, str | int | float) or not str(value).strip():
+        return None
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    text = str(value).strip()
+    if (solved := _final_answer(text)) is not None:
+        return solved
+    if len(text) > MAX_LABEL_CHARS or ("\n" in text and "\\begin" not in text):
+        raise RowError(f"{name} is a worked solution without '#### ...' or a box in it, and no label")
+    return text
+
+
+def _solved(solution: str) -> str:
+    answer = _final_answer(solution)
+    if answer is None:
+        raise RowError("no label: the worked solution has no '#### ...' and no box")
+    return answer
+
+
+def _final_answer(text: str) -> str | None:
+    """What a worked solution ends in: after GSM8K's ####, its thousands without commas, or in the last box."""
+    _, mark, after = text.rpartition("####")
+    if mark and after.strip():
+        return re.sub(r"(?<=\d),(?=\d{3})", "", after.strip().splitlines()[0].strip().lstrip("$"))
+    boxes = actions.find_boxes(text)
+    return boxes[-1].content if boxes else None
+
+
+def _first_present(data: dict[str, Any], names: Iterable[str]) -> Any:
     return next((data[name] for name in names if data.get(name) is not None), None)
 
 
@@ -166,7 +276,7 @@ def excluded_keys(files: Iterable[str]) -> set[bytes]:
     """
     keys = set()
     for name in files:
-        for row in read_rows(find_data_files(name), PROMPT_FIELDS, "excluding"):
+        for row in read_rows(find_data_files(name), [PROMPT_COLUMNS], "excluding"):
             try:
                 text, _ = strip_instruction(prompt_text(readable(row)))
             except RowError as error:
@@ -188,7 +298,7 @@ def collect(
         evaluation: evaluation keys of the problems to leave out.
     """
     seen = Seen({}, {}, set())
-    total = duplicates = without_instruction = 0
+    total = duplicates = without_instruction = with_system = 0
     for row in rows:
         total += 1
         try:
@@ -201,6 +311,7 @@ def collect(
         if label is None:
             seen.labels[key] = sys.intern(problem.label)  # few labels are different: one string each saves memory
             without_instruction += not problem.has_instruction
+            with_system += problem.has_system
             if evaluation_key(problem.text) in evaluation:
                 seen.excluded.add(key)
             else:
@@ -209,7 +320,7 @@ def collect(
             duplicates += 1
             if not _same_label(label, problem.label):
                 seen.contradictions.setdefault(key, f"{row.place}: label {problem.label!r}, earlier {label!r}")
-    return seen, Tally(total, duplicates, without_instruction)
+    return seen, Tally(total, duplicates, without_instruction, with_system)
 
 
 def copy_uncontradicted(candidates: IO[str], output: IO[str], contradicted: Collection[bytes]) -> int:
@@ -223,7 +334,7 @@ def copy_uncontradicted(candidates: IO[str], output: IO[str], contradicted: Coll
     return written
 
 
-def _write(file: IO[str], record: dict) -> None:
+def _write(file: IO[str], record: dict[str, Any]) -> None:
     file.write(json.dumps(record, ensure_ascii=False) + "\n")
 
 
@@ -231,7 +342,10 @@ def main() -> int:
     args = _parse_args()
     evaluation = excluded_keys(args.exclude)
     bad = BadRows()
-    rows = read_rows(find_data_files(args.dataset), COLUMNS, "reading")
+    files = find_data_files(args.dataset, args.split, args.config)
+    if any(os.path.realpath(file) == os.path.realpath(args.output) for file in files):
+        raise DataError(f"{args.output}: is the file that is read; name another --output")
+    rows = read_rows(files, [PROMPT_COLUMNS, LABEL_COLUMNS], "reading")
     with atomic_output(args.output, "w") as output, tempfile.TemporaryFile("w+", encoding="utf-8") as candidates:
         seen, tally = collect(rows, candidates, bad, evaluation, args.keep_instruction)
         if bad.too_many(tally.rows):
@@ -252,14 +366,18 @@ def _report(args: argparse.Namespace, seen: Seen, tally: Tally, bad: int, writte
     print(f"  left out: {len(seen.contradictions)} with two labels, {len(seen.excluded)} of an evaluation file")
     if tally.without_instruction:
         print(f"  without DAPO's instruction sentences, taken as they are: {tally.without_instruction}")
+    if tally.with_system:
+        print(f"  system messages left out, since RL has its own: {tally.with_system}")
 
 
 def _parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Prepare DAPO-Math-17k or an AIME file for vime.")
+    parser.add_argument("--dataset", default=DEFAULT_DATASET, help=f"{DATASET_HELP} (default: {DEFAULT_DATASET})")
+    parser.add_argument("--split", help="of a directory or hub name (default: train, or the only one)")
+    parser.add_argument("--config", help="of a directory or hub name, where there are several")
     parser.add_argument(
-        "--dataset", default="BytedTsinghua-SIA/DAPO-Math-17k", help="hub name, directory, .parquet or .jsonl file"
+        "--output", type=Path, help="default: where the launch scripts look, data/retool/NAME.jsonl in vime"
     )
-    parser.add_argument("--output", type=Path, default=Path("data/retool/dapo-math-17k.jsonl"))
     parser.add_argument("--keep-instruction", action="store_true", help="leave DAPO's two sentences in the prompt")
     parser.add_argument(
         "--exclude",
@@ -270,6 +388,9 @@ def _parse_args() -> argparse.Namespace:
         help="leave out the problems of these files",
     )
     args = parser.parse_args()
+    if args.output is None:
+        name = Path(args.dataset).name.lower()
+        args.output = default_output(f"{name.partition('.')[0]}.jsonl")
     if args.output.suffix != ".jsonl":
         parser.error("--output must end in .jsonl: vime tells the format by the ending")
     return args

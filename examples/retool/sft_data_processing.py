@@ -4,11 +4,15 @@
     row {"messages": [user, assistant]}  ->  Blocks of the assistant text  ->  {"messages", "tools"}
 
 The published rows write code and its output inline, in one assistant text. In the default dialect `tool_call` each
-row becomes the conversation that RL will have: the system text and tools of `tool_sandbox`, the bare question, one
+row becomes the conversation that RL will have: the system text and tool of `retool.chat`, the bare question, one
 assistant message per tool call in the form Qwen's chat template gives it, one tool message per output, and a last
 assistant message that ends in `Answer: \\boxed{...}`. Tool output is then never trained on, and the token ids are
 those that `generate_with_retool.generate` builds (with vime's loss mask type `qwen`). Dialect `code` keeps the
-published text, in which the interpreter's words are trained on like the model's.
+published text, in which the interpreter's words are trained on like the model's. Rows that have a message for each call
+and output already are read as well.
+
+What is code, an output or an answer is read by `retool.actions`, as the loop and the reward read it, and every message
+that is written is read back: a row that RL would read otherwise is a bad row.
 
 Invariant: what a row says is kept, to the character inside code and output (where chat tokens and tags are broken up,
 as the loop does it); only layout between the blocks changes, and words between a code block and its output move after
@@ -16,18 +20,22 @@ the output, because in RL nothing follows a call. A row for which that cannot be
 reason. More than one bad row in a hundred: nothing is written.
 """
 
+from __future__ import annotations
+
 import argparse
 import json
+import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import tool_sandbox
 from retool import actions
 from retool.blocks import scan
 from retool.chat import CODE_INTERPRETER, CODE_TOOL, SYSTEM_PROMPT, neutralize, tool_call_text
@@ -36,14 +44,20 @@ from retool.data_io import (
     DataError,
     RowError,
     atomic_output,
+    default_output,
     find_data_files,
+    openai_messages,
     read_rows,
     readable,
     run_script,
+    text_content,
 )
 
 DIALECTS = ("tool_call", "code")
-DEFAULT_TOKENIZER = "/root/Qwen/Qwen3-4B-Instruct-2507"
+DEFAULT_DATASET = "JoeYing/ReTool-SFT"
+DEFAULT_TOKENIZER = f"{os.environ.get('RETOOL_DOWNLOADS') or '/root'}/Qwen/Qwen3-4B-Instruct-2507"
+MAX_ROW_TOKENS = 9216  # --max-tokens-per-gpu of the launch scripts: a longer row does not fit into a batch
+COLUMNS = ("messages", "conversations")
 PERCENTILES = (50, 90, 99, 100)
 # One field of plain text per message: parquet would give every message every field of a richer struct, as nulls.
 SCHEMA = pa.schema(
@@ -61,7 +75,8 @@ FORMAT_REMINDER = re.compile(r"Remember to place the final answer in the last pa
 
 STRAY_TAG = re.compile(r"</?(?:code|interpreter)>|^[ \t]*```(?:python3?|py)[ \t\r]*$", re.MULTILINE | re.IGNORECASE)
 ANSWER_BLOCK = re.compile(r"<answer>|</answer>")
-FENCE_LINE = re.compile(r"^[ \t]*```", re.MULTILINE)
+FENCE_LINE = re.compile(r"^[ \t]*(?:```|~~~)", re.MULTILINE)
+QUOTED = re.compile(r"""(?s)(['"])(.+)\1""")  # the published format shows the answer in quotes: \\boxed{'42'}
 THINK_TAG = re.compile(r"</?think>")
 # Inside a message each of these would end a turn, open a call or hide text from the model.
 CONTROL_TEXT = re.compile(r"<\|\w+\|>|</?(?:tool_call|tool_response|tools|think)>")
@@ -74,11 +89,13 @@ class Block(NamedTuple):
     content: str
 
 
-def convert(row: dict, dialect: str = "tool_call") -> dict:
+def convert(row: dict[str, Any], dialect: str = "tool_call") -> dict[str, Any]:
     """Convert one row of ReTool-SFT; pure, and without network.
 
     Args:
-        row: {"messages": [{"role": "user", "content"}, {"role": "assistant", "content"}]}
+        row: {"messages": [user, assistant]} with code and output inline, or with a message for each call (in OpenAI's
+            `tool_calls`) and each output (role `tool`); a system message is left out, since RL has its own; ShareGPT's
+            {"conversations": [{"from", "value"}]} is the same.
         dialect: "tool_call" or "code", see the module's docstring.
 
     Returns:
@@ -87,32 +104,67 @@ def convert(row: dict, dialect: str = "tool_call") -> dict:
     Raises:
         RowError: the row cannot be converted; the message is the reason.
     """
-    user, assistant = _user_and_assistant(row)
-    blocks = list(split_blocks(assistant))
-    conversation = _conversation(question_of(user), blocks)
+    user, *answers = _messages(row)
+    blocks = [block for message in answers for block in _blocks_of(message)]
+    conversation = _conversation(question_of(text_content(user)), blocks)
     if dialect == "code":
-        messages = [_message("user", user), _message("assistant", assistant)]
-        return {"messages": messages, "tools": "[]"}
+        if len(answers) > 1:
+            raise RowError("dialect code keeps one assistant text, and this row has a message for each call")
+        texts = [_message("user", text_content(user)), _message("assistant", text_content(answers[0]))]
+        return {"messages": texts, "tools": "[]"}
     return {"messages": conversation, "tools": json.dumps([CODE_INTERPRETER], ensure_ascii=False)}
 
 
-def _user_and_assistant(row: dict) -> tuple[str, str]:
-    messages = row.get("messages")
-    if not messages:
+def _messages(row: dict[str, Any]) -> list[dict[str, Any]]:
+    """The messages of a row without its system text: one of the user, then assistant, tool, ..., assistant."""
+    given = next((row[name] for name in COLUMNS if row.get(name)), None)
+    if not given:
         raise RowError("empty conversation")
-    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
-        raise RowError("messages is not a list of objects")
+    messages = openai_messages(given)
     roles = [message.get("role") for message in messages]
     for role in roles:
         if role not in ("system", "user", "assistant", "tool"):
             raise RowError(f"unknown role {role!r}")
-    if roles != ["user", "assistant"]:
-        raise RowError(f"expected one user and one assistant message, found {', '.join(roles)}")
-    texts = [message.get("content") for message in messages]
-    for role, text in zip(roles, texts, strict=True):
-        if not isinstance(text, str) or not text.strip():
-            raise RowError(f"the {role} message has no text")
-    return texts[0], texts[1]
+    if roles[0] == "system":
+        messages, roles = messages[1:], roles[1:]
+    several = "several user turns: " if roles.count("user") > 1 else ""
+    turns = roles[1:]
+    if roles[:1] != ["user"] or turns != (["assistant", "tool"] * len(turns))[: len(turns)] or len(turns) % 2 == 0:
+        raise RowError(f"{several}expected one user and one assistant message, found {', '.join(map(str, roles))}")
+    return messages
+
+
+def _blocks_of(message: dict[str, Any]) -> Iterator[Block]:
+    """The blocks of an assistant's or a tool's message."""
+    if message["role"] == "tool":
+        content = message.get("content")
+        yield Block("result", text_content(message) if content else "")  # a program may well print nothing
+        return
+    calls = message.get("tool_calls") or []
+    if message.get("content") or not calls:
+        yield from split_blocks(text_content(message))
+    if len(calls) > 1:
+        raise RowError(f"{len(calls)} calls in one message, and RL runs one at a time")
+    if calls:
+        yield Block("code", _code_of_call(calls[0]))
+
+
+def _code_of_call(call: Any) -> str:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict):
+        raise RowError("a tool call has no function")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError) as error:
+            raise RowError(f"the arguments of a tool call are not JSON ({error})") from error
+    if function.get("name") != CODE_TOOL or not isinstance(arguments, dict):
+        raise RowError(f"a call of the tool {function.get('name')!r}, which RL does not have")
+    code = arguments.get("code")
+    if not isinstance(code, str) or not code.strip():
+        raise RowError("a tool call without code")
+    return code
 
 
 def question_of(user: str) -> str:
@@ -174,6 +226,8 @@ def _split_prose(text: str) -> Iterator[Block]:
         end = text.find("</answer>", tag.end())
         if tag[0] == "</answer>":
             raise RowError("</answer> closes no block")
+        if end < 0 and not actions.find_boxes(text[start:]):
+            break  # the words name the tag; RL sees no answer in that either
         if end < 0:
             raise RowError("unclosed <answer> block")
         answer = text[tag.end() : end].removeprefix("\n").removesuffix("\n")
@@ -187,7 +241,7 @@ def _split_prose(text: str) -> Iterator[Block]:
         yield Block("text", text[start:])
 
 
-def _conversation(question: str, blocks: list[Block]) -> list[dict]:
+def _conversation(question: str, blocks: list[Block]) -> list[dict[str, str]]:
     messages = [_message("system", SYSTEM_PROMPT), _message("user", question)]
     text, answer, open_call = "", None, False
     for kind, content in blocks:
@@ -219,17 +273,24 @@ def _conversation(question: str, blocks: list[Block]) -> list[dict]:
     return messages
 
 
-def _check_reading(messages: list[dict]) -> None:
+def _check_reading(messages: list[dict[str, str]]) -> None:
     """What SFT teaches is what RL reads: each assistant message but the last calls the tool, and the last answers."""
     turns = [message["content"] for message in messages if message["role"] == "assistant"]
     for turn in turns[:-1]:
-        if not isinstance(actions.read_action(turn).action, actions.Code):
+        action = actions.read_action(turn).action
+        if not isinstance(action, actions.Code) or action.source != actions.source(_called_code(turn)):
             raise RowError("RL would not read a tool call in the words and the call of a turn")
     if not isinstance(actions.read_action(turns[-1], over=True).action, actions.Answer):
         raise RowError("RL would not read an answer in the last text")
 
 
-def _message(role: str, content: str) -> dict:
+def _called_code(turn: str) -> str:
+    """The code of the call that a turn ends in."""
+    call = json.loads(turn.rpartition("<tool_call>\n")[2].removesuffix("\n</tool_call>"))
+    return str(call["arguments"]["code"])
+
+
+def _message(role: str, content: str) -> dict[str, str]:
     return {"role": role, "content": content}
 
 
@@ -238,7 +299,7 @@ def _trim(text: str) -> str:
     return re.sub(r"\A(?:[ \t]*\n)+", "", text).rstrip()
 
 
-def _refuse_control_text(message: dict) -> None:
+def _refuse_control_text(message: dict[str, str]) -> None:
     content = message["content"]
     if message["role"] == "assistant":
         content = re.sub(r"(?:\A|\n)<tool_call>\n(.*)\n</tool_call>\Z", r"\1", content)
@@ -250,7 +311,7 @@ def final_text(text: str, answer: str | None) -> str:
     """The last assistant message: the words, then the line `Answer: \\boxed{...}`.
 
     Args:
-        text: the words behind the last output.
+        text: the words after the last output.
         answer: what stands in the <answer> block, None if there is none.
     """
     source = text if answer is None else answer
@@ -259,7 +320,8 @@ def final_text(text: str, answer: str | None) -> str:
         raise RowError("no final answer in a box")
     if answer is not None and len(set(found)) > 1:
         raise RowError("more than one box in the answer")
-    line = f"Answer: \\boxed{{{found[-1]}}}"
+    quoted = QUOTED.fullmatch(found[-1])  # the reward would compare the quotes as well
+    line = f"Answer: \\boxed{{{quoted[2].strip() if quoted else found[-1]}}}"
     explained = "" if answer is None or _is_box_alone(answer) else _trim(answer)
     body = "\n\n".join(filter(None, [text, explained]))
     if body.splitlines()[-1:] == [line]:
@@ -280,9 +342,12 @@ def main() -> int:
             file=sys.stderr,
         )
     bad = BadRows()
-    converted: list[dict] = []
+    converted: list[dict[str, Any]] = []
     total = 0
-    for row in islice(read_rows(find_data_files(args.dataset), ("messages",), "converting"), args.limit):
+    files = find_data_files(args.dataset, args.split, args.config)
+    if any(os.path.realpath(file) == os.path.realpath(args.output) for file in files):
+        raise DataError(f"{args.output}: is the file that is read; name another --output")
+    for row in islice(read_rows(files, [COLUMNS], "converting"), args.limit):
         total += 1
         try:
             converted.append(convert(readable(row), args.dialect))
@@ -300,46 +365,85 @@ def main() -> int:
 
 def _parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Convert ReTool-SFT for vime's SFT rollout.")
-    parser.add_argument("--dataset", default="JoeYing/ReTool-SFT", help="hub name, directory, .parquet or .jsonl file")
-    parser.add_argument("--output", type=Path, default=Path("data/retool/ReTool-SFT.parquet"))
+    parser.add_argument(
+        "--dataset",
+        default=DEFAULT_DATASET,
+        help="OWNER/NAME of the hub, first looked for below RETOOL_DOWNLOADS (/root); a directory; or a file "
+        f"(default: {DEFAULT_DATASET})",
+    )
+    parser.add_argument("--split", help="of a directory or hub name (default: train, or the only one)")
+    parser.add_argument("--config", help="of a directory or hub name, where there are several")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=default_output("ReTool-SFT.parquet"),
+        help="default: where the launch script looks, data/retool/ReTool-SFT.parquet in vime",
+    )
     parser.add_argument("--dialect", choices=DIALECTS, default="tool_call")
     parser.add_argument("--limit", type=int, help="read only so many rows")
     parser.add_argument("--tokenizer", default=DEFAULT_TOKENIZER, metavar="DIR", help="to print token lengths")
     args = parser.parse_args()
     if args.limit is not None and args.limit < 1:
         parser.error("--limit must be at least 1")
+    if args.output.suffix != ".parquet":
+        parser.error("--output must end in .parquet: vime tells the format by the ending")
     return args
 
 
-def _print_calls(rows: list[dict]) -> None:
+def _print_calls(rows: list[dict[str, Any]]) -> None:
     calls = Counter(sum(message["role"] == "tool" for message in row["messages"]) for row in rows)
     print("tool calls per conversation: " + ", ".join(f"{n}: {calls[n]} rows" for n in sorted(calls)))
+    cap = tool_sandbox.TOOL_CONFIGS["max_tool_calls"]
+    over = sum(rows for count, rows in calls.items() if count > cap)
+    print(f"rows with more than the {cap} calls that RL allows: {over}")
+    refused = sum(not _sandbox_allows(code) for code in _all_code(rows))
+    print(f"calls that the sandbox would refuse: {refused} of {sum(n * calls[n] for n in calls)}")
 
 
-def _print_lengths(rows: list[dict], tokenizer_directory: str) -> None:
+def _all_code(rows: Iterable[dict[str, Any]]) -> Iterator[str]:
+    for row in rows:
+        messages = row["messages"]
+        for message, after in zip(messages, messages[1:], strict=False):
+            if after["role"] == "tool":
+                yield _called_code(message["content"])
+
+
+def _sandbox_allows(code: str) -> bool:
+    return tool_sandbox.tool_registry.python_sandbox._check_code_safety(actions.source(code))[0]
+
+
+def _print_lengths(rows: list[dict[str, Any]], tokenizer_directory: str) -> None:
     lengths, unit = _lengths(rows, tokenizer_directory)
     values = [f"p{p} {lengths[min(len(lengths) - 1, len(lengths) * p // 100)]}" for p in PERCENTILES]
     print(f"{unit} per conversation: {', '.join(values)}".replace("p100", "max"))
+    if unit == "tokens":
+        longer = sum(length > MAX_ROW_TOKENS for length in lengths)
+        print(f"rows with more than the {MAX_ROW_TOKENS} tokens that a GPU is given: {longer}")
 
 
-def _lengths(rows: list[dict], tokenizer_directory: str) -> tuple[list[int], str]:
+def _lengths(rows: list[dict[str, Any]], tokenizer_directory: str) -> tuple[list[int], str]:
     """Sorted lengths of the conversations, and in what they are counted."""
-    if not Path(tokenizer_directory).is_dir():
-        print(
-            f"warning: lengths are in characters: no tokenizer in {tokenizer_directory}; --tokenizer DIR names one",
-            file=sys.stderr,
-        )
+    tokenizer = _tokenizer(tokenizer_directory)
+    if tokenizer is None:
         return sorted(sum(len(message["content"]) for message in row["messages"]) for row in rows), "characters"
-    from transformers import AutoTokenizer  # seconds to import
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(tokenizer_directory)
-    except (OSError, ValueError) as error:
-        raise DataError(f"--tokenizer {tokenizer_directory}: {str(error).splitlines()[0]}") from error
     return sorted(_token_length(tokenizer, row) for row in rows), "tokens"
 
 
-def _token_length(tokenizer, row: dict) -> int:
+def _tokenizer(directory: str) -> Any:
+    """The tokenizer in a directory, None, with a warning, where there is none: what was converted stands without it."""
+    reason = f"no tokenizer in {directory}"
+    if os.path.isdir(directory):  # Path.is_dir raises where one may not look
+        from transformers import AutoTokenizer  # seconds to import
+
+        try:
+            return AutoTokenizer.from_pretrained(directory)
+        except Exception as error:  # half a download raises errors of any type
+            reason = f"the tokenizer in {directory} cannot be loaded ({type(error).__name__}: {error})".splitlines()[0]
+    print(f"warning: lengths are in characters: {reason}; --tokenizer DIR names one", file=sys.stderr)
+    return None
+
+
+def _token_length(tokenizer: Any, row: dict[str, Any]) -> int:
     ids = tokenizer.apply_chat_template(
         row["messages"], tools=json.loads(row["tools"]) or None, tokenize=True, return_dict=False
     )

@@ -5,7 +5,7 @@
 #
 # Nothing is started, written or converted before every check has passed. With DRY_RUN=1 the command is printed and
 # nothing else happens; what is missing of data, checkpoints or tools is a warning there, a missing vime or Megatron an
-# error. The wandb key is never expanded here, only tested for being set, so that neither `bash -x` nor a process list
+# error. What a shell cannot check well, launch/checks.py checks. The wandb key is never expanded here, only tested for being set, so that neither `bash -x` nor a process list
 # can show it.
 #
 # The sourcing script sets TRAIN_SCRIPT, HF_CHECKPOINT, REF_LOAD (may be empty) and RUNTIME_ENV (NAME=VALUE for the job).
@@ -13,20 +13,21 @@
 PLUGIN_DIR="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)"
 VIME_ROOT="${VIME_ROOT:-${PLUGIN_DIR}/../..}"
 MEGATRON_ROOT="${MEGATRON_ROOT:-/root/Megatron-LM}"
+MODEL_SCRIPT="${MODEL_SCRIPT:-qwen3-4B}"
+# shellcheck disable=SC2034 # read by the sourcing scripts
+DOWNLOADS="${RETOOL_DOWNLOADS:-/root}"
 DRY_RUN="${DRY_RUN:-0}"
 NUM_NODES="${NUM_NODES:-1}"
 NUM_GPUS="${NUM_GPUS:-}"
-DEFAULT_ROPE_THETA=5000000
 DEFAULT_NUM_GPUS=8
+# For a dry run without the checkpoint: that of the models which the scripts train by default.
+DEFAULT_ROPE_THETA=5000000
 
 PROBLEMS=()
 MODEL_ARGS=()
 
-# One layout of model and batch for both stages, so that SFT's checkpoints and memory use are those of RL.
 # shellcheck disable=SC2034 # read by the sourcing scripts
 PERF_ARGS=(
-    --tensor-model-parallel-size 2
-    --sequence-parallel
     --pipeline-model-parallel-size 1
     --context-parallel-size 1
     --expert-model-parallel-size 1
@@ -67,27 +68,38 @@ stop_on_problems() {
     fi
 }
 
-# The job may run in another directory than this script.
-absolute() {
-    case "$1" in
-        /*) printf '%s' "$1" ;;
-        *) printf '%s/%s' "$PWD" "$1" ;;
-    esac
-}
+# The job may run in another directory than this script. Without the slash at the end, since names are made from it:
+# HF_CHECKPOINT=model/ must not become model/_torch_dist.
+absolute() { realpath --canonicalize-missing --no-symlinks -- "$1"; }
 
 check_environment() {
+    case "${DRY_RUN,,}" in
+        1 | true | yes | on) DRY_RUN=1 ;;
+        0 | false | no | off) DRY_RUN=0 ;;
+        *)
+            printf 'error: DRY_RUN is %s, expected 1 or 0\n' "$DRY_RUN" >&2
+            exit 1
+            ;;
+    esac
     if [[ -d "$VIME_ROOT" ]]; then
         VIME_ROOT="$(cd -- "$VIME_ROOT" && pwd)"
     fi
     local file
-    for file in "$TRAIN_SCRIPT" scripts/models/qwen3-4B.sh; do
-        if [[ ! -f "${VIME_ROOT}/${file}" ]]; then
+    for file in "$TRAIN_SCRIPT" vime/utils/arguments.py scripts/models; do
+        if [[ ! -e "${VIME_ROOT}/${file}" ]]; then
             problem "no vime in ${VIME_ROOT}: ${file} is missing; copy examples/ into a vime checkout or set VIME_ROOT to one"
             break
         fi
     done
-    if [[ ! -d "$MEGATRON_ROOT" ]]; then
-        problem "no Megatron-LM in ${MEGATRON_ROOT}; clone it there or set MEGATRON_ROOT to the checkout"
+    if [[ ! -d "${MEGATRON_ROOT}/megatron/training" ]]; then
+        problem "no Megatron-LM in ${MEGATRON_ROOT}: megatron/training is missing; clone it there or set MEGATRON_ROOT"
+    fi
+    if [[ -d "${VIME_ROOT}/scripts/models" && ! -f "${VIME_ROOT}/scripts/models/${MODEL_SCRIPT}.sh" ]]; then
+        problem "MODEL_SCRIPT: no ${MODEL_SCRIPT}.sh in ${VIME_ROOT}/scripts/models, which holds" \
+            "$(find "${VIME_ROOT}/scripts/models" -name '*.sh' -printf '%f ' | sed 's/\.sh / /g')"
+    fi
+    if [[ "$MODEL_SCRIPT" != qwen3-4B && -z "${HF_CHECKPOINT:-}" ]]; then
+        problem "MODEL_SCRIPT is ${MODEL_SCRIPT}; set HF_CHECKPOINT to the model that it describes"
     fi
     MEGATRON_ROOT="$(absolute "$MEGATRON_ROOT")"
     if [[ "${PLUGIN_DIR}${VIME_ROOT}${MEGATRON_ROOT}" == *:* ]]; then
@@ -104,6 +116,7 @@ check_environment() {
 }
 
 check_gpus() {
+    local visible
     if [[ -z "$NUM_GPUS" && -n "${CUDA_VISIBLE_DEVICES:-}" ]]; then
         NUM_GPUS="$(tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -c .)" # Ray refuses to be given more than these
     elif [[ -z "$NUM_GPUS" ]] && command -v nvidia-smi >/dev/null; then
@@ -115,6 +128,11 @@ check_gpus() {
     fi
     if [[ ! "$NUM_GPUS" =~ ^[1-9][0-9]*$ ]]; then
         problem "NUM_GPUS is ${NUM_GPUS}, expected a positive number"
+    elif [[ -n "${CUDA_VISIBLE_DEVICES:-}" && -z "${RAY_ADDRESS:-}" ]]; then
+        visible="$(tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -c .)"
+        if ((NUM_GPUS > visible)); then
+            problem "NUM_GPUS is ${NUM_GPUS}, but CUDA_VISIBLE_DEVICES names only ${visible}: ${CUDA_VISIBLE_DEVICES}"
+        fi
     fi
     if [[ ! "$NUM_NODES" =~ ^[1-9][0-9]*$ ]]; then
         problem "NUM_NODES is ${NUM_NODES}, expected a positive number"
@@ -125,19 +143,73 @@ check_gpus() {
 
 # Without this the job fails minutes later, when the processes are placed. check_gpu_split ALL_FLAGS...
 check_gpu_split() {
-    local flag size
-    for flag in --tensor-model-parallel-size --rollout-num-gpus-per-engine; do
+    local gpus nodes total group=1 flag size engine
+    gpus="$(last_value --actor-num-gpus-per-node --actor-num-gpus-per-node "$NUM_GPUS" "$@")"
+    nodes="$(last_value --actor-num-nodes --actor-num-nodes "$NUM_NODES" "$@")"
+    [[ "$gpus" =~ ^[1-9][0-9]*$ && "$nodes" =~ ^[1-9][0-9]*$ ]] || return 0
+    total=$((gpus * nodes))
+    for flag in --tensor-model-parallel-size --context-parallel-size --pipeline-model-parallel-size; do
         size="$(last_value "$flag" "$@")"
-        if [[ "$size" =~ ^[1-9][0-9]*$ && "$NUM_GPUS" =~ ^[1-9][0-9]*$ ]] && ((NUM_GPUS % size)); then
-            problem "NUM_GPUS is ${NUM_GPUS}, which ${flag} ${size} does not divide; change one of them"
-        fi
+        if [[ "$size" =~ ^[1-9][0-9]*$ ]]; then group=$((group * size)); fi
     done
+    if ((total % group)); then
+        problem "tensor x context x pipeline parallel size is ${group}, which does not divide the ${total} GPUs" \
+            "(NUM_GPUS ${gpus} x NUM_NODES ${nodes}); change one of them"
+    fi
+    engine="$(last_value --rollout-num-gpus-per-engine "$@")"
+    if [[ "$engine" =~ ^[1-9][0-9]*$ ]] && ((engine <= gpus ? gpus % engine : engine % gpus || total % engine)); then
+        problem "--rollout-num-gpus-per-engine ${engine} does not divide the ${total} GPUs" \
+            "(NUM_GPUS ${gpus} x NUM_NODES ${nodes}); change one of them"
+    fi
 }
 
-# check_file VARIABLE HOW_TO_GET_IT
+# vime reads PATH@[FROM:TO] as those rows of the file. check_file VARIABLE HOW_TO_GET_IT
 check_file() {
-    if [[ ! -s "${!1}" ]]; then
-        missing "$1: ${!1} does not exist or is empty; $2"
+    local file="${!1}"
+    if [[ "$file" =~ ^(.*)@\[-?[0-9]*:-?[0-9]*\]$ ]]; then
+        file="${BASH_REMATCH[1]}"
+    fi
+    if [[ -d "$file" ]]; then
+        problem "$1: ${file} is a folder; name the .jsonl or .parquet file in it"
+    elif [[ ! -s "$file" ]]; then
+        missing "$1: ${file} does not exist or is empty; $2"
+    elif [[ "$file" != *.jsonl && "$file" != *.parquet ]]; then
+        problem "$1: vime tells the format of a file by its ending, which must be .jsonl or .parquet: ${file}"
+    fi
+}
+
+# The first file that is there, else the first: what the data script wrote, then what was downloaded. first_file FILE...
+first_file() {
+    local file
+    for file in "$@"; do
+        if [[ -s "$file" ]]; then
+            printf '%s' "$file"
+            return
+        fi
+    done
+    printf '%s' "$1"
+}
+
+# Whether checkpoints could be written to the folder, which need not exist yet. check_save USER_FLAGS...
+check_save() {
+    local folder
+    SAVE="$(absolute "$SAVE")"
+    SAVED_TO="$(absolute "$(last_value --save --save "$SAVE" "$@")")"
+    folder="$SAVED_TO"
+    while [[ ! -e "$folder" ]]; do folder="$(dirname -- "$folder")"; done
+    if [[ ! -d "$folder" ]]; then
+        problem "SAVE: ${SAVED_TO} cannot be made, since ${folder} is not a folder"
+    elif [[ ! -w "$folder" ]]; then
+        problem "SAVE: ${folder} cannot be written to; set SAVE to a folder for checkpoints"
+    fi
+}
+
+# check_flags USER_FLAGS...
+check_flags() {
+    local line
+    if [[ -d "${VIME_ROOT}/vime" && -d "${MEGATRON_ROOT}/megatron" ]]; then
+        while IFS= read -r line; do problem "$line"; done \
+            < <(python3 "${PLUGIN_DIR}/launch/checks.py" flags "$VIME_ROOT" "$MEGATRON_ROOT" -- "$@")
     fi
 }
 
@@ -157,70 +229,68 @@ last_value() {
     printf '%s' "$value"
 }
 
-# Prints rope theta as a whole number. Newer transformers keep it in rope_parameters.
-read_rope_theta() {
-    python3 - "$1" <<'PYTHON'
-import json
-import sys
-
-path = sys.argv[1]
-try:
-    with open(path, encoding="utf-8") as file:
-        config = json.load(file)
-    theta = (config.get("rope_parameters") or {}).get("rope_theta") or config.get("rope_theta")
-    print(int(float(theta)))
-except (OSError, ValueError, TypeError, AttributeError) as error:
-    sys.exit(f"error: {path}: no rope theta in it ({error}); download the checkpoint again")
-PYTHON
-}
-
-# Sets MODEL_ARGS for the checkpoint's own rope theta; vime's qwen3-4B.sh would take 1000000, with which a model trained
-# with another one loses its sense of position without any error. load_model_args "$@"
+# Sets MODEL_ARGS for the checkpoint's own rope theta, where vime's script says another one, and checks the sizes; vime
+# compares both as well, but minutes later. load_model_args "$@"
 load_model_args() {
-    local config="${HF_CHECKPOINT}/config.json" theta="$DEFAULT_ROPE_THETA" used
+    local config="${HF_CHECKPOINT}/config.json" theta="" used line
     if [[ -f "$config" ]]; then
-        theta="$(read_rope_theta "$config")"
+        theta="$(python3 "${PLUGIN_DIR}/launch/checks.py" rope-theta "$config")"
+    elif [[ "$MODEL_SCRIPT" == qwen3-4B ]]; then
+        theta="$DEFAULT_ROPE_THETA"
     fi
-    if [[ -n "${MODEL_ARGS_ROTARY_BASE:-}" && "$MODEL_ARGS_ROTARY_BASE" != "$theta" ]]; then
+    if [[ -n "$theta" && -n "${MODEL_ARGS_ROTARY_BASE:-}" && "$MODEL_ARGS_ROTARY_BASE" != "$theta" ]]; then
         problem "MODEL_ARGS_ROTARY_BASE is ${MODEL_ARGS_ROTARY_BASE}, but rope theta of ${HF_CHECKPOINT} is ${theta}"
     fi
-    export MODEL_ARGS_ROTARY_BASE="$theta"
+    if [[ -n "$theta" ]]; then
+        export MODEL_ARGS_ROTARY_BASE="$theta"
+    fi
     # shellcheck source=/dev/null
-    source "${VIME_ROOT}/scripts/models/qwen3-4B.sh"
-    if [[ -z "$(last_value --rotary-base "${MODEL_ARGS[@]}")" ]]; then
+    source "${VIME_ROOT}/scripts/models/${MODEL_SCRIPT}.sh"
+    if [[ -n "$theta" && -z "$(last_value --rotary-base "${MODEL_ARGS[@]}")" ]]; then
         MODEL_ARGS+=(--rotary-base "$theta")
     fi
     used="$(last_value --rotary-base "${MODEL_ARGS[@]}" "$@")"
-    if [[ "$used" != "$theta" ]]; then
+    if [[ -n "$theta" && "$used" != "$theta" ]]; then
         problem "--rotary-base is ${used}, but rope theta of ${HF_CHECKPOINT} is ${theta}"
+    fi
+    if [[ -f "$config" ]]; then
+        while IFS= read -r line; do problem "HF_CHECKPOINT: ${HF_CHECKPOINT}: ${line}"; done \
+            < <(python3 "${PLUGIN_DIR}/launch/checks.py" model "$config" "$MODEL_SCRIPT" -- "${MODEL_ARGS[@]}" "$@")
     fi
     stop_on_problems
 }
 
-# Whether the directory holds a whole Megatron checkpoint: the tracker file is written last and names the folder.
-checkpoint_is_whole() {
-    local tracker="$1/latest_checkpointed_iteration.txt" iteration
-    [[ -f "$tracker" ]] || return 1
-    iteration="$(tr -d '[:space:]' <"$tracker")"
-    if [[ "$iteration" =~ ^[0-9]+$ ]]; then
-        iteration="$(printf 'iter_%07d' "$((10#$iteration))")"
+# Sets HF_CHECKPOINT and REF_LOAD to full paths. set_model NAME_ON_THE_HUB ITS_FOLDER (where HF_CHECKPOINT is not given)
+set_model() {
+    MODEL_ON_HUB=""
+    if [[ -z "${HF_CHECKPOINT:-}" ]]; then
+        MODEL_ON_HUB="$1"
+        HF_CHECKPOINT="$2"
     fi
-    [[ -n "$iteration" && -d "$1/$iteration" ]]
+    HF_CHECKPOINT="$(absolute "$HF_CHECKPOINT")"
+    REF_LOAD="${REF_LOAD:+$(absolute "$REF_LOAD")}"
 }
 
+# checkpoint_is_whole FOLDER
+checkpoint_is_whole() { python3 "${PLUGIN_DIR}/launch/checks.py" megatron "$1"; }
+
 check_checkpoint() {
+    local line
     if [[ ! -f "${HF_CHECKPOINT}/config.json" ]]; then
-        missing "HF_CHECKPOINT: ${HF_CHECKPOINT}/config.json does not exist; $1"
+        missing "HF_CHECKPOINT: ${HF_CHECKPOINT}/config.json does not exist;" \
+            "get it: hf download ${MODEL_ON_HUB:-OWNER/NAME} --local-dir ${HF_CHECKPOINT}"
+    else
+        while IFS= read -r line; do missing "HF_CHECKPOINT: ${HF_CHECKPOINT}: ${line}; download it again"; done \
+            < <(python3 "${PLUGIN_DIR}/launch/checks.py" checkpoint "$HF_CHECKPOINT")
     fi
+    CONVERT=0
     if [[ -n "$REF_LOAD" ]]; then
         # Given by the user: making it from HF_CHECKPOINT would train another model than the one that was meant.
         checkpoint_is_whole "$REF_LOAD" ||
             missing "REF_LOAD: ${REF_LOAD} is not a whole Megatron checkpoint; unset it to have HF_CHECKPOINT converted"
-        CONVERT=0
         return
     fi
     REF_LOAD="${HF_CHECKPOINT}_torch_dist"
-    CONVERT=0
     if ! checkpoint_is_whole "$REF_LOAD"; then
         CONVERT=1
         if [[ -d "$REF_LOAD" && -n "$(ls -A -- "$REF_LOAD")" ]]; then
@@ -229,31 +299,23 @@ check_checkpoint() {
         if [[ ! -f "${VIME_ROOT}/tools/convert_hf_to_torch_dist.py" ]]; then
             missing "no tools/convert_hf_to_torch_dist.py in ${VIME_ROOT} to make ${REF_LOAD} with; update vime"
         fi
+        if [[ -d "$(dirname -- "$REF_LOAD")" && ! -w "$(dirname -- "$REF_LOAD")" ]]; then
+            missing "${REF_LOAD} cannot be written; make the checkpoint elsewhere and name it in REF_LOAD"
+        fi
     fi
 }
 
-# Made under another name and renamed when whole, so that an interrupted conversion is never taken for a checkpoint.
 prepare_checkpoint() {
     ((CONVERT)) || return 0
-    local partial="${REF_LOAD}.partial"
     local command=(
         env "PYTHONPATH=${MEGATRON_ROOT}:${VIME_ROOT}" CUDA_DEVICE_MAX_CONNECTIONS=1
-        python3 "${VIME_ROOT}/tools/convert_hf_to_torch_dist.py" "${MODEL_ARGS[@]}"
-        --hf-checkpoint "$HF_CHECKPOINT" --save "$partial"
+        python3 "${PLUGIN_DIR}/launch/convert.py" --target "$REF_LOAD" --
+        python3 "${VIME_ROOT}/tools/convert_hf_to_torch_dist.py" "${MODEL_ARGS[@]}" --hf-checkpoint "$HF_CHECKPOINT"
     )
     printf '# Megatron checkpoint %s, made from %s\n' "$REF_LOAD" "$HF_CHECKPOINT"
     print_command "${command[@]}"
     [[ "$DRY_RUN" != 1 ]] || return 0
-    rm -rf -- "$partial"
     "${command[@]}"
-    if ! checkpoint_is_whole "$partial"; then
-        problem "the conversion ended without a whole checkpoint in ${partial}; see its output above"
-        stop_on_problems
-    fi
-    if [[ -d "$REF_LOAD" ]]; then
-        rmdir -- "$REF_LOAD" # it is empty, or check_checkpoint would have stopped
-    fi
-    mv -- "$partial" "$REF_LOAD"
 }
 
 # The argument as a shell reads it back, left bare where it can be.
@@ -313,17 +375,17 @@ launch() {
         "NCCL_NVLS_ENABLE=${NCCL_NVLS_ENABLE:-$nvls}"
         "${RUNTIME_ENV[@]}"
     )
-    for setting in "${!RETOOL_SANDBOX_@}"; do # the sandbox's settings, for a cluster that was started without them
-        environment+=("${setting}=${!setting}")
+    # The plugin's settings, for a cluster that was started without them.
+    for setting in RETOOL_ALLOWED_MODULES RETOOL_SANDBOX "${!RETOOL_SANDBOX_@}"; do
+        if [[ -n "${!setting+set}" ]]; then environment+=("${setting}=${!setting}"); fi
     done
-    local command=(ray job submit)
+    local command=(python3 "${PLUGIN_DIR}/launch/local_ray.py" --num-gpus "$NUM_GPUS")
     if [[ -n "${RAY_ADDRESS:-}" ]]; then
-        command+=(--address "$RAY_ADDRESS")
-    else
-        command=(python3 "${PLUGIN_DIR}/launch/local_ray.py" --num-gpus "$NUM_GPUS" -- "${command[@]}")
+        command=(python3 "${PLUGIN_DIR}/launch/ray_job.py" --address "$RAY_ADDRESS")
     fi
     command+=(
         --runtime-env-json "$(runtime_env_json "${environment[@]}")"
+        --lock "${SAVED_TO}/.retool.lock" # two runs that save to one folder would mix their checkpoints
         -- python3 "${VIME_ROOT}/${TRAIN_SCRIPT}" "$@"
     )
     if [[ -n "${WANDB_KEY:+set}" && -z "${RAY_ADDRESS:-}" ]]; then

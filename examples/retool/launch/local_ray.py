@@ -1,100 +1,87 @@
 #!/usr/bin/env python3
-"""Run one command against a Ray cluster of its own, on loopback, and end all of that cluster afterwards.
+"""Run a training script on a Ray cluster of its own, on loopback, and end all of that cluster afterwards.
 
-    python3 local_ray.py --num-gpus 8 -- ray job submit -- python3 train.py ...
+    python3 local_ray.py --num-gpus 8 --runtime-env-json '{"env_vars": {...}}' --lock SAVE/.lock -- python3 train.py ...
 
-    this process (subreaper) --+-- ray start --head --block --+-- gcs_server, raylet, dashboard
-                               |                              +-- workers, job, and whatever those start
-                               +-- the command, with RAY_ADDRESS set to the cluster
+    this process --- worker --+-- gcs_server, raylet, dashboard --- Ray's workers, and whatever those start
+                              +-- the training script, its output in a file that is copied to this process's output
 
-Contract: exits with the command's code; on SIGINT, SIGTERM or SIGHUP with 128 + signal. Either way every process that
-came from here is ended, and no other. `ray stop` ends every Ray process of the machine, other users' clusters
-included; Ray's own shutdown leaves detached processes (an inference engine, say) alive. A subreaper inherits all
-orphans below it, so that its descendants are exactly what it started, however they daemonized.
+Contract: exits with the script's own code; on SIGINT, SIGTERM or SIGHUP (unless `nohup` has it ignored) with 128 +
+signal. Either way every process that came from here is ended, and no other: `ray stop` ends every Ray process of the
+machine, other users' clusters included, and Ray's own shutdown leaves detached processes (an inference engine, say)
+running. Logs are kept unless the script succeeded.
 
-The wandb key, if WANDB_KEY is set, reaches the workers as WANDB_API_KEY in the environment they inherit. It must not
+The script is a child of this process and not a job of Ray's job server: its end is seen here, its output cannot be cut
+short by a stream that breaks, and it needs no dashboard. Nor does a closed terminal or pipe end it.
+
+The wandb key, if WANDB_KEY is set, reaches all processes as WANDB_API_KEY in the environment they inherit. It must not
 go into Ray's runtime env: that is on the command line of each worker while it starts, and in the dashboard.
 """
 
+from __future__ import annotations
+
 import argparse
-import ctypes
+import json
 import os
 import secrets
-import signal
+import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from shutil import rmtree
+from typing import BinaryIO
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this file is started by its path
 
-from retool.processes import LOOPBACK, Stopped, free_ports, ignore_stop_signals, last_log_line, raise_on_stop_signals
+from launch.supervise import LaunchError, exit_code, locked, supervise
+from retool.processes import LOOPBACK, free_ports, last_log_line
 
-PR_SET_PDEATHSIG = 1
-PR_SET_CHILD_SUBREAPER = 36
 MAX_START_SECONDS = 300.0
-MAX_STOP_SECONDS = 15.0
 # Ray's sockets lie some 60 characters below its directory, and a socket's path may have 107.
 MAX_TEMP_DIRECTORY_CHARS = 25
 # Ray hands out these ports to workers and refuses to use one of them for a service.
 RAY_WORKER_PORTS = range(10002, 20000)
-
-
-class ClusterError(Exception):
-    """The cluster did not come up; the message is one line that says where to look."""
+POLL_SECONDS = 0.2
+COPY_BYTES = 1 << 16
 
 
 def main() -> int:
     args = _parse_args()
-    _prctl(PR_SET_CHILD_SUBREAPER, 1)
-    directory = Path(tempfile.mkdtemp(prefix="retool-ray-", dir=_short_temp_directory()))
-    code = 1
-    try:
-        raise_on_stop_signals()
-        code = _run(args.command, args.num_gpus, directory)
-    except Stopped as stopped:
-        code = stopped.exit_code
-    except (ClusterError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-    finally:
-        ignore_stop_signals()
-        _end_descendants()
-    if code == 0 or code > 128:
-        rmtree(directory, ignore_errors=True)
+    # Ray makes its folder writable for all users, so it gets one below a folder that only this user may enter.
+    directory = Path(tempfile.mkdtemp(prefix="retool-", dir=_short_temp_directory()))
+    code = supervise(lambda: _run(args, directory))
+    if code == 0:
+        shutil.rmtree(directory, ignore_errors=True)
     else:
-        print(f"Ray's logs and temporary files: {directory}", file=sys.stderr)
+        print(f"logs and temporary files: {directory}", file=sys.stderr)
     return code
 
 
-def _run(command: list[str], num_gpus: int, directory: Path) -> int:
-    """Start the cluster, run the command against it, return the command's code."""
-    environment = cluster_environment(os.environ, directory)
-    dashboard, client_server = free_ports(2, avoid=RAY_WORKER_PORTS)
-    cluster = _start_cluster(num_gpus, dashboard, client_server, directory, environment)
-    _wait_until_up(cluster, dashboard, directory)
-    client = {**environment, "RAY_ADDRESS": f"http://{LOOPBACK}:{dashboard}"}
-    client.pop("WANDB_API_KEY", None)  # the cluster has it, the client needs none
-    code = subprocess.Popen(command, env=client, start_new_session=True).wait()
-    ignore_stop_signals()
-    return code if code >= 0 else 128 - code
+def _run(args: argparse.Namespace, directory: Path) -> int:
+    """Start the cluster, run the script on it, return the script's exit code."""
+    with locked(args.lock, f"only one launch may write to {args.lock.parent}"):
+        environment = cluster_environment(os.environ, args.runtime_env_json, directory)
+        gcs, dashboard, client_server = free_ports(3, avoid=RAY_WORKER_PORTS)
+        _start_cluster(args.num_gpus, gcs, dashboard, client_server, directory, environment)
+        environment["RAY_ADDRESS"] = f"{LOOPBACK}:{gcs}"
+        environment["RAY_API_SERVER_ADDRESS"] = f"http://{LOOPBACK}:{dashboard}"
+        access = _write_access_file(directory, environment)
+        print(f"# this Ray from another shell:  source {access}", flush=True)
+        return _run_script(args.command, environment, directory / "job.log")
 
 
 def _parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Run a command against a Ray cluster of its own.")
+    parser = argparse.ArgumentParser(description="Run a command on a Ray cluster of its own.")
     parser.add_argument("--num-gpus", type=int, required=True)
-    parser.add_argument("command", nargs="+", help="with RAY_ADDRESS set to the cluster's address")
+    parser.add_argument(
+        "--runtime-env-json", type=lambda text: json.loads(text)["env_vars"], default={}, help='{"env_vars": {...}}'
+    )
+    parser.add_argument("--lock", type=Path, required=True, help="a lock file that is held while the command runs")
+    parser.add_argument("command", nargs="+", help="run with RAY_ADDRESS set to the cluster's address")
     return parser.parse_args()
-
-
-def _prctl(option: int, value: int) -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(option, value, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), f"prctl({option}) failed")
 
 
 def _short_temp_directory() -> str:
@@ -102,14 +89,16 @@ def _short_temp_directory() -> str:
     return directory if len(directory) <= MAX_TEMP_DIRECTORY_CHARS else "/tmp"
 
 
-def cluster_environment(base: Mapping[str, str], directory: Path) -> dict[str, str]:
-    """The environment of the cluster: loopback only, closed to other users, the wandb key under the name wandb reads.
+def cluster_environment(base: Mapping[str, str], settings: Mapping[str, str], directory: Path) -> dict[str, str]:
+    """The environment of the cluster and the script: loopback only, closed to other users, the wandb key as wandb reads it.
 
     Args:
+        base: the environment of this process.
+        settings: what the script and Ray's workers are to have besides.
         directory: where the token of the cluster is written, and its temporary files, since processes that are killed
             do not remove theirs.
     """
-    environment = dict(base)
+    environment = {**base, **settings}
     for name in ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS"):
         environment.pop(name, None)
     if key := environment.pop("WANDB_KEY", ""):
@@ -137,91 +126,64 @@ def cluster_environment(base: Mapping[str, str], directory: Path) -> dict[str, s
 
 
 def _start_cluster(
-    num_gpus: int, dashboard: int, client_server: int, directory: Path, environment: dict[str, str]
-) -> subprocess.Popen:
-    command = ["ray", "start", "--head", "--block", "--disable-usage-stats"]
-    command += ["--node-ip-address", LOOPBACK, "--port", "0", "--num-gpus", str(num_gpus)]
+    num_gpus: int, gcs: int, dashboard: int, client_server: int, directory: Path, environment: dict[str, str]
+) -> None:
+    # Not --block: it takes the whole cluster down when the dashboard ends, which no training run needs.
+    command = ["ray", "start", "--head", "--disable-usage-stats"]
+    command += ["--node-ip-address", LOOPBACK, "--port", str(gcs), "--num-gpus", str(num_gpus)]
     command += ["--dashboard-host", LOOPBACK, "--dashboard-port", str(dashboard)]
     command += ["--ray-client-server-port", str(client_server), "--dashboard-agent-listen-port", "0"]
-    command += ["--temp-dir", str(directory)]
-    with open(directory / "ray_start.log", "wb") as log:
-        return subprocess.Popen(
-            command,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,  # Ctrl-C in the terminal reaches this process alone, which ends the rest in order
-            preexec_fn=lambda: _prctl(PR_SET_PDEATHSIG, signal.SIGTERM),  # if this process is killed outright
-        )
-
-
-def _wait_until_up(cluster: subprocess.Popen, port: int, directory: Path) -> None:
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    command += ["--temp-dir", str(directory / "r")]
     log = directory / "ray_start.log"
-    deadline = time.monotonic() + MAX_START_SECONDS
-    while time.monotonic() < deadline:
-        if cluster.poll() is not None:
-            raise ClusterError(f"Ray ended while starting: {last_log_line(log) or f'no output in {log}'}")
+    with open(log, "wb") as output:
         try:
-            with opener.open(f"http://{LOOPBACK}:{port}/api/version", timeout=2):
-                return
-        except urllib.error.HTTPError:
-            return  # it asks for the token, so it is up
-        except OSError:
-            time.sleep(0.5)
-    raise ClusterError(f"Ray did not answer within {MAX_START_SECONDS:.0f} s, see {log}")
+            subprocess.run(
+                command,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                check=True,
+                timeout=MAX_START_SECONDS,
+            )
+        except subprocess.TimeoutExpired:
+            raise LaunchError(f"Ray did not start within {MAX_START_SECONDS:.0f} s, see {log}") from None
+        except subprocess.CalledProcessError:
+            raise LaunchError(f"Ray did not start: {last_log_line(log) or f'no output in {log}'}") from None
 
 
-def _end_descendants() -> None:
-    """End every process below this one: first the cluster's own shutdown, then what is left, then by force."""
-    for number, seconds in ((signal.SIGTERM, MAX_STOP_SECONDS), (signal.SIGKILL, MAX_STOP_SECONDS)):
-        deadline = time.monotonic() + seconds
-        signalled: set[int] = set()
-        while pids := set(_descendants()):
-            for pid in pids - signalled:
-                _signal(pid, number)
-            # A process that is killed can have started another since the list was made: look until none is left.
-            signalled = set() if number == signal.SIGKILL else signalled | pids
-            _reap()
-            if time.monotonic() > deadline:
-                break
-            time.sleep(0.1)
+def _write_access_file(directory: Path, environment: Mapping[str, str]) -> Path:
+    """Write what another shell of this user needs in order to use `ray status`, `ray list` or `ray stack`."""
+    names = ["RAY_ADDRESS", "RAY_API_SERVER_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH", "no_proxy", "NO_PROXY"]
+    names += ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"]
+    file = directory / "env.sh"
+    lines = [f"export {name}={shlex.quote(environment[name])}\n" for name in names if name in environment]
+    file.write_text("".join(lines))
+    return file
 
 
-def _signal(pid: int, number: int) -> None:
-    try:
-        os.kill(pid, number)
-    except ProcessLookupError:
-        pass
+def _run_script(command: list[str], environment: dict[str, str], log: Path) -> int:
+    with open(log, "wb") as output, open(log, "rb") as written:
+        script = subprocess.Popen(
+            command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+        )
+        listener: BinaryIO | None = sys.stdout.buffer
+        while script.poll() is None:
+            listener = _copy(written, listener)
+            time.sleep(POLL_SECONDS)
+        _copy(written, listener)
+    return exit_code(script.returncode)
 
 
-def _reap() -> None:
-    try:
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
-    except ChildProcessError:
-        pass
-
-
-def _descendants() -> Iterator[int]:
-    """The processes below this one, zombies left out."""
-    children: dict[int, list[int]] = {}
-    for entry in os.scandir("/proc"):
-        if not entry.name.isdigit():
-            continue
+def _copy(source: BinaryIO, listener: BinaryIO | None) -> BinaryIO | None:
+    """Copy what is new to the listener; returns it, or None once it does not take any more."""
+    while listener is not None and (data := source.read(COPY_BYTES)):
         try:
-            # The name of a process stands in parentheses and may hold any character, so count from the last one.
-            state, parent = Path(entry.path, "stat").read_text(errors="replace").rpartition(")")[2].split()[:2]
-        except (OSError, ValueError):
-            continue  # it has ended meanwhile
-        children.setdefault(int(parent), []).append(int(entry.name) if state != "Z" else -int(entry.name))
-    pending = [os.getpid()]
-    while pending:
-        for pid in children.get(pending.pop(), []):
-            pending.append(abs(pid))
-            if pid > 0:
-                yield pid
+            listener.write(data)
+            listener.flush()
+        except OSError:  # a terminal or pipe that was closed; the file has everything
+            return None
+    return listener
 
 
 if __name__ == "__main__":

@@ -3,27 +3,49 @@
     hub name | directory | file  ->  find_data_files  ->  read_rows  ->  (caller converts)  ->  atomic_output
 
 Contract: rows come in file order, one at a time, each with the place it stands at ("train.parquet row 17"), so that a
-message about a bad row can be checked by hand. Parquet is read in small batches and only in the columns asked for, so
-memory does not grow with the file. A row that cannot be read at all is a `Row` with `error` set, not an exception: the
-caller counts it like any other bad row. What makes the whole input unusable is a `DataError` with one clear line.
+message about a bad row can be checked by hand. Parquet and arrow files are read in small batches and only in the
+columns asked for, so memory does not grow with the file. A row that cannot be read at all is a `Row` with `error` set,
+not an exception: the caller counts it like any other bad row. What makes the whole input unusable is a `DataError` with
+one clear line.
+
+Invariant: of a directory one split of one configuration is read, in whole. A merged test split would be trained on, and
+nobody would see it.
 """
 
+from __future__ import annotations
+
+import gzip
 import json
 import os
+import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 from tqdm import tqdm
 
-DATA_SUFFIXES = (".parquet", ".jsonl")
+DATA_SUFFIXES = (".parquet", ".jsonl", ".json", ".jsonl.gz", ".json.gz", ".arrow")
+# Bookkeeping that lies beside data, in the formats of data.
+NOT_DATA = re.compile(r"(?:dataset_infos?|dataset_dict|state|config|metadata|tokenizer.*)\.json")
 PARQUET_BATCH_ROWS = 2048
 MAX_BAD_SHARE = 0.01
 MAX_BAD_ROWS_SHOWN = 20
+MAX_NAMES_SHOWN = 8
+
+SPLITS = {
+    "train": ("train", "training"),
+    "validation": ("validation", "valid", "val", "dev"),
+    "test": ("test", "testing", "eval", "evaluation"),
+}
+SPLIT_OF_WORD = {word: split for split, words in SPLITS.items() for word in words}
+SHARD = re.compile(r"(?P<name>.*?)[-_](?P<number>\d{5})-of-(?P<total>\d{5})(?:-[0-9a-f]{16})?")
+NUMBERED = re.compile(r"(?P<name>(?:.*?[^0-9])?)(?P<number>\d+)")
+LFS_POINTER = b"version https://git-lfs"
 
 
 class DataError(Exception):
@@ -40,40 +62,64 @@ class Row(NamedTuple):
     error: str = ""
 
 
-def find_data_files(dataset: str) -> list[Path]:
-    """The data files behind a hub name, a directory or a file, sorted by path.
+# ---------------------------------------------------------------------------------------------------------------------
+# Where data lies
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def default_output(name: str) -> Path:
+    """Where the launch scripts look for a file: data/retool in the vime checkout, VIME_ROOT or the one we lie in."""
+    root = os.environ.get("VIME_ROOT") or Path(__file__).resolve().parents[3]
+    return Path(root) / "data" / "retool" / name
+
+
+class DataFile(NamedTuple):
+    path: Path
+    suffix: str
+    config: str  # "" where the folders name none
+    split: str  # "" where nothing names one
+    series: str  # the name without the number of a shard
+    number: int | None
+    total: int | None
+
+
+def find_data_files(dataset: str, split: str | None = None, config: str | None = None) -> list[Path]:
+    """The files of one split of one configuration of a data set, sorted by path; prints which.
+
+    Args:
+        dataset: a file, a directory, or a name on the hub (OWNER/NAME), which is first looked for in the folder of
+            downloads (RETOOL_DOWNLOADS, by default /root), as OWNER/NAME and as NAME.
+        split: by default train, or the only one there is.
+        config: needed only where there are several.
 
     Raises:
-        DataError: nothing is there, the directory mixes formats, or the hub cannot be reached.
+        DataError: nothing is there, what is there is not one data set, or the hub cannot be reached.
     """
     path = Path(dataset).expanduser()
-    if path.is_file():
-        if path.suffix not in DATA_SUFFIXES:
-            raise DataError(f"{path}: expected a file that ends in {' or '.join(DATA_SUFFIXES)}")
+    if os.path.isfile(path):
+        if _suffix(path) is None:
+            raise DataError(f"{path}: expected a file that ends in {_or(DATA_SUFFIXES)}")
         return [path]
-    if not path.is_dir():
-        path = _download(dataset)
-    return _files_in_directory(path)
+    folder = path if os.path.isdir(path) else _downloaded(dataset) or _download(dataset)
+    files = _choose(folder, _files_in_directory(_revision(folder)), split, config)
+    print(f"reading {', '.join(map(str, files[:MAX_NAMES_SHOWN]))}{' ...' * (len(files) > MAX_NAMES_SHOWN)}")
+    return files
 
 
-def _files_in_directory(directory: Path) -> list[Path]:
-    found = sorted(
-        path
-        for path in directory.rglob("*")
-        # `hf download` keeps its bookkeeping in a hidden folder inside the directory.
-        if path.suffix in DATA_SUFFIXES and not any(part.startswith(".") for part in path.relative_to(directory).parts)
-    )
-    suffixes = {path.suffix for path in found}
-    if not found:
-        raise DataError(f"{directory}: no {' or '.join(DATA_SUFFIXES)} file in it")
-    if len(suffixes) > 1:
-        # The same rows in two formats would be read twice.
-        raise DataError(f"{directory}: holds {' and '.join(sorted(suffixes))} files; name the one file to read")
-    return found
+def _downloaded(name: str) -> Path | None:
+    if not _is_hub_name(name):
+        return None
+    downloads = Path(os.environ.get("RETOOL_DOWNLOADS") or "/root")
+    # os.path: a folder that one may not look into is none, where Path.is_dir raises.
+    return next((f for f in (downloads / name, downloads / name.split("/")[1]) if os.path.isdir(f)), None)
+
+
+def _is_hub_name(name: str) -> bool:
+    return name.count("/") == 1 and not name.startswith(("/", ".", "~"))
 
 
 def _download(name: str) -> Path:
-    if name.count("/") != 1 or name.startswith(("/", ".", "~")):
+    if not _is_hub_name(name):
         raise DataError(f"{name}: no such file or directory")
     try:
         from huggingface_hub import snapshot_download
@@ -87,66 +133,334 @@ def _download(name: str) -> Path:
         ) from error
 
 
-def read_rows(files: Sequence[Path], columns: Sequence[str], what: str) -> Iterator[Row]:
+def _revision(folder: Path) -> Path:
+    """A folder of the hub's cache holds every revision that was ever downloaded: the one that `main` is now."""
+    snapshots = folder / "snapshots"
+    if not os.path.isdir(snapshots):
+        return folder
+    revisions = sorted(path.name for path in snapshots.iterdir())
+    try:
+        current = (folder / "refs" / "main").read_text(encoding="utf-8").strip()
+    except OSError:
+        current = revisions[0] if len(revisions) == 1 else ""
+    if current not in revisions:
+        raise DataError(f"{folder}: holds the revisions {', '.join(revisions)}; give the folder of one in {snapshots}")
+    return snapshots / current
+
+
+def _files_in_directory(directory: Path) -> list[DataFile]:
+    found: list[DataFile] = []
+    for path in sorted(directory.rglob("*")):
+        relative = path.relative_to(directory)
+        # `hf download` keeps its bookkeeping in a hidden folder inside the directory.
+        if any(part.startswith(".") for part in relative.parts) or NOT_DATA.fullmatch(path.name):
+            continue
+        if (suffix := _suffix(path)) and os.path.isfile(path):
+            found.append(_describe(path, relative, suffix))
+    if not found:
+        raise DataError(f"{directory}: no {_or(DATA_SUFFIXES)} file in it")
+    return found
+
+
+def _suffix(path: Path) -> str | None:
+    return next((s for s in sorted(DATA_SUFFIXES, key=len, reverse=True) if path.name.lower().endswith(s)), None)
+
+
+def _describe(path: Path, relative: Path, suffix: str) -> DataFile:
+    stem, number, total = path.name[: -len(suffix)], None, None
+    if shard := SHARD.fullmatch(stem):
+        stem, number, total = shard["name"], int(shard["number"]), int(shard["total"])
+    elif numbered := NUMBERED.fullmatch(stem):
+        stem, number = numbered["name"], int(numbered["number"])
+    folders = list(relative.parts[:-1])
+    split = _split_in(stem)
+    if not split:
+        split = next((s for folder in reversed(folders) if (s := _split_in(folder))), "")
+    if not split and total is not None:
+        split = stem  # the hub names shards by their split
+    config = "/".join(folder for folder in folders if folder != "data" and not _split_in(folder))
+    return DataFile(path, suffix, config, split, stem, number, total)
+
+
+def _split_in(name: str) -> str:
+    words = re.split(r"[^a-z0-9]+", name.lower())
+    return next((SPLIT_OF_WORD[word] for word in reversed(words) if word in SPLIT_OF_WORD), "")
+
+
+def _choose(folder: Path, files: list[DataFile], split: str | None, config: str | None) -> list[Path]:
+    configs = sorted({file.config for file in files})
+    if config is not None:
+        files = [file for file in files if config == file.config or config in file.config.split("/")]
+        if not files:
+            raise DataError(f"{folder}: no configuration {config}; there are {_names(configs)}")
+        configs = sorted({file.config for file in files})
+    elif "default" in configs:
+        files, configs = [file for file in files if file.config == "default"], ["default"]
+    if len(configs) > 1:
+        raise DataError(f"{folder}: holds the configurations {_names(configs)}; choose one with --config")
+
+    splits = sorted({file.split for file in files})
+    wanted = SPLIT_OF_WORD.get(split.lower(), split) if split else "train" if "train" in splits else splits[0]
+    if split is None and wanted != "train" and len(splits) > 1:
+        raise DataError(f"{folder}: holds the splits {_names(splits)}; choose one with --split")
+    files = [file for file in files if file.split == wanted]
+    if not files:
+        raise DataError(f"{folder}: no split {split}; there are {_names(splits)}")
+    _refuse_mixture(folder, files)
+    if len(splits) > 1:
+        print(f"the split {wanted} of {folder}; not read: {_names([s for s in splits if s != wanted])}")
+    return [file.path for file in files]
+
+
+def _refuse_mixture(folder: Path, files: list[DataFile]) -> None:
+    """Several files are one data set only if they are all the parts of one series."""
+    if len(files) == 1 and files[0].total in (None, 1):
+        return
+    suffixes = sorted({file.suffix for file in files})
+    if len(suffixes) > 1:
+        # The same rows in two formats would be read twice.
+        raise DataError(f"{folder}: holds {' and '.join(suffixes)} files; name the one file to read")
+    names = _names([str(file.path.relative_to(folder)) for file in files if file.path.is_relative_to(folder)])
+    if len({(file.series, file.total) for file in files}) > 1 or any(file.number is None for file in files):
+        raise DataError(f"{folder}: holds several files ({names}); name the one file to read")
+    numbers = sorted(file.number or 0 for file in files)
+    if len(set(numbers)) < len(numbers):
+        raise DataError(f"{folder}: holds the same part twice, of two revisions perhaps ({names}); name one file")
+    expected = files[0].total or len(files)
+    if numbers not in (list(range(expected)), list(range(1, expected + 1))):
+        if files[0].total is None:
+            raise DataError(f"{folder}: holds several files ({names}); name the one file to read")
+        raise DataError(f"{folder}: {len(files)} of {expected} parts are there ({names}); download the rest")
+
+
+def _names(names: Iterable[str]) -> str:
+    listed = [name or "(without a name)" for name in names]
+    more = f" and {len(listed) - MAX_NAMES_SHOWN} more" if len(listed) > MAX_NAMES_SHOWN else ""
+    return ", ".join(listed[:MAX_NAMES_SHOWN]) + more
+
+
+def _or(names: Sequence[str]) -> str:
+    return f"{', '.join(names[:-1])} or {names[-1]}"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rows
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def read_rows(files: Sequence[Path], needed: Sequence[Sequence[str]], what: str) -> Iterator[Row]:
     """Yield the rows of all files in order, with a progress bar titled `what`.
 
     Args:
-        columns: the top-level fields wanted; a parquet file is read in those of them that it has.
+        needed: groups of names of top-level fields, in any case, of each of which a row needs one; a file of columns
+            is read in those alone.
+
+    Raises:
+        DataError: a file cannot be read, is empty, or has no column of a group.
     """
     for path in files:
-        reader = _read_parquet if path.suffix == ".parquet" else _read_jsonl
-        yield from reader(path, columns, what)
+        _refuse_empty(path)
+        suffix = _suffix(path)
+        if suffix == ".parquet":
+            yield from _read_parquet(path, needed, what)
+        elif suffix == ".arrow":
+            yield from _read_arrow(path, needed, what)
+        else:
+            yield from _read_json(path, what)
 
 
-def _read_parquet(path: Path, columns: Sequence[str], what: str) -> Iterator[Row]:
+def _refuse_empty(path: Path) -> None:
+    try:
+        with open(path, "rb") as file:
+            start = file.read(len(LFS_POINTER))
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror})") from error
+    if not start:
+        raise DataError(f"{path}: the file is empty")
+    if start == LFS_POINTER:
+        raise DataError(f"{path}: is a pointer of Git LFS and not the file; download it with `hf download`")
+
+
+def _wanted_columns(path: Path, names: Sequence[str], needed: Sequence[Sequence[str]]) -> list[str]:
+    for group in needed:
+        if not any(name.lower() in group for name in names):
+            raise DataError(f"{path}: has no column {_or(group) if len(group) > 1 else group[0]} but {_names(names)}")
+    every = {name for group in needed for name in group}
+    return [name for name in names if name.lower() in every]
+
+
+def _read_parquet(path: Path, needed: Sequence[Sequence[str]], what: str) -> Iterator[Row]:
     try:
         # Without pre_buffer=False a whole row group is held in memory, and the published files have only one.
         file = pq.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20)
-        wanted = [name for name in file.schema_arrow.names if name in columns]
-        number = 0
-        with tqdm(total=file.metadata.num_rows, desc=f"{what} {path.name}", unit=" rows", mininterval=0.5) as bar:
-            for batch in file.iter_batches(batch_size=PARQUET_BATCH_ROWS, columns=wanted):
-                for data in batch.to_pylist():
-                    number += 1
-                    yield Row(f"{path.name} row {number}", data)
-                bar.update(batch.num_rows)
+        wanted = _wanted_columns(path, file.schema_arrow.names, needed)
+        batches = file.iter_batches(batch_size=PARQUET_BATCH_ROWS, columns=wanted)
+        yield from _rows_of_batches(path, batches, file.metadata.num_rows, what)
     except (OSError, ValueError) as error:  # pyarrow's own errors derive from these
         raise DataError(f"{path}: cannot be read as parquet ({str(error).splitlines()[0]})") from error
 
 
-def _read_jsonl(path: Path, columns: Sequence[str], what: str) -> Iterator[Row]:
+def _read_arrow(path: Path, needed: Sequence[Sequence[str]], what: str) -> Iterator[Row]:
+    try:
+        with pa.memory_map(str(path)) as source:
+            try:
+                reader: Any = pa.ipc.open_stream(source)
+            except pa.ArrowInvalid:
+                file = pa.ipc.open_file(source)
+                reader = (file.get_batch(number) for number in range(file.num_record_batches))
+                names = file.schema.names
+            else:
+                names = reader.schema.names
+            wanted = _wanted_columns(path, names, needed)
+            batches = (
+                part
+                for batch in reader
+                for start in range(0, batch.num_rows, PARQUET_BATCH_ROWS)
+                for part in [batch.select(wanted).slice(start, PARQUET_BATCH_ROWS)]
+            )
+            yield from _rows_of_batches(path, batches, None, what)
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path}: cannot be read as arrow ({str(error).splitlines()[0]})") from error
+
+
+def _rows_of_batches(path: Path, batches: Iterable[Any], total: int | None, what: str) -> Iterator[Row]:
+    number = 0
+    with tqdm(total=total, desc=f"{what} {path.name}", unit=" rows", mininterval=0.5) as bar:
+        for batch in batches:
+            for data in batch.to_pylist():
+                number += 1
+                yield Row(f"{path.name} row {number}", data)
+            bar.update(batch.num_rows)
+
+
+def _read_json(path: Path, what: str) -> Iterator[Row]:
+    """JSON lines; a .json file may also hold one array of rows."""
+    packed = path.name.lower().endswith(".gz")
     try:
         with (
-            open(path, "rb") as file,
+            open(path, "rb") as raw,
             tqdm(
                 total=path.stat().st_size, desc=f"{what} {path.name}", unit="B", unit_scale=True, mininterval=0.5
             ) as bar,
+            gzip.open(raw) if packed else raw as file,
         ):
+            if ".json" in path.suffixes and (rows := _json_array(file)) is not None:
+                for number, data in enumerate(rows, start=1):
+                    yield _checked(f"{path.name} row {number}", data)
+                return
             for number, line in enumerate(file, start=1):
-                bar.update(len(line))
+                bar.update(raw.tell() - bar.n if packed else len(line))
+                line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
                 if line.strip():
                     yield _parse_line(f"{path.name} row {number}", line)
+    except (EOFError, gzip.BadGzipFile) as error:
+        raise DataError(f"{path}: cannot be unpacked ({error})") from error
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror})") from error
+
+
+def _json_array(file: Any) -> list[Any] | None:
+    """The rows of a file that holds one JSON array; None, and the file at its start, where it does not begin with one."""
+    start = file.read(64).removeprefix(b"\xef\xbb\xbf").lstrip()
+    file.seek(0)
+    if not start.startswith(b"["):
+        return None
+    try:
+        rows = json.loads(file.read().decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{file.name}: not JSON in UTF-8 ({error})") from error
+    return rows if isinstance(rows, list) else None
 
 
 def _parse_line(place: str, line: bytes) -> Row:
     try:
         data = json.loads(line)
-        if b"\\ud" in line.lower():
-            json.dumps(data, ensure_ascii=False).encode()  # half a surrogate pair is JSON, but can be written nowhere
     except (ValueError, RecursionError) as error:  # Unicode errors are ValueErrors
         return Row(place, None, f"not JSON in UTF-8 ({error})")
+    return _checked(place, data, surrogates=b"\\ud" in line.lower())
+
+
+def _checked(place: str, data: Any, surrogates: bool = True) -> Row:
     if not isinstance(data, dict):
         return Row(place, None, f"expected a JSON object, found {type(data).__name__}")
+    if surrogates:
+        try:
+            json.dumps(data, ensure_ascii=False).encode()  # half a surrogate pair is JSON, but can be written nowhere
+        except ValueError as error:
+            return Row(place, None, f"not JSON in UTF-8 ({error})")
     return Row(place, data)
 
 
 def readable(row: Row) -> dict[str, Any]:
-    """The row's data; raises RowError where it could not be read."""
+    """The row's data, names of fields in small letters and line ends as one character.
+
+    Raises:
+        RowError: the row could not be read, or two of its fields differ in case alone.
+    """
     if row.data is None:
         raise RowError(row.error)
-    return row.data
+    data: dict[str, Any] = {}
+    for name, value in row.data.items():
+        if value is None:
+            continue
+        if name.lower() in data:
+            raise RowError(f"two fields are called {name.lower()!r}")
+        data[name.lower()] = unix_newlines(value)
+    return data
+
+
+def unix_newlines(value: Any) -> Any:
+    """The value with the line ends of Windows (CRLF) in its texts replaced: no model is to learn to write them."""
+    if isinstance(value, str):
+        return value.replace("\r\n", "\n")
+    if isinstance(value, list):
+        return [unix_newlines(item) for item in value]
+    if isinstance(value, dict):
+        return {name: unix_newlines(item) for name, item in value.items()}
+    return value
+
+
+def text_content(message: dict[str, Any]) -> str:
+    """The text of a message, whose content may be a list of text parts.
+
+    Raises:
+        RowError: it has no text, or something else than text.
+    """
+    role, content = message.get("role"), message.get("content")
+    if isinstance(content, list):
+        parts = [part.get("text") if isinstance(part, dict) else None for part in content]
+        if not all(isinstance(part, str) for part in parts):
+            raise RowError(f"the {role} message has no text alone: a part of its content is something else")
+        content = "".join(part for part in parts if part)
+    if not isinstance(content, str) or not content.strip():
+        raise RowError(f"the {role} message has no text")
+    return content
+
+
+SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
+
+
+def openai_messages(messages: Any) -> list[dict[str, Any]]:
+    """A conversation as a list of {"role", "content", ...}, from that form or from ShareGPT's {"from", "value"}.
+
+    Raises:
+        RowError: it is no list of messages.
+    """
+    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+        raise RowError("messages is not a list of objects")
+    return [
+        (
+            {"role": SHAREGPT_ROLES.get(message["from"], message["from"]), "content": message.get("value")}
+            if isinstance(message.get("from"), str)
+            else message
+        )
+        for message in messages
+    ]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Output, and the run of a script
+# ---------------------------------------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -156,9 +470,12 @@ def atomic_output(path: Path, mode: str) -> Iterator[IO[Any]]:
     A file at `path` is then always whole: an interrupted run leaves the old one, or none.
 
     Raises:
-        DataError: the directory cannot be written to, or the disk is full.
+        DataError: the directory cannot be written to, the disk is full, or something that is no file is in the way.
     """
     handle = None
+    path = Path(os.path.realpath(path))  # what a link points to is written, and the link stays
+    if os.path.lexists(path) and not os.path.isfile(path):
+        raise DataError(f"{path}: is no ordinary file, and would be replaced by one")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle = tempfile.NamedTemporaryFile(
@@ -190,7 +507,7 @@ def _umask() -> int:
 class BadRows:
     """Counts rows that could not be used and prints the first of them, each with its place and reason."""
 
-    def __init__(self, echo: Callable[[str], None] = tqdm.write):
+    def __init__(self, echo: Callable[[str], None] = tqdm.write) -> None:
         self.count = 0
         self._echo = echo
 

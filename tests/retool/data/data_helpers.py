@@ -6,15 +6,24 @@ import sys
 from pathlib import Path
 
 
-def run_script(script: Path, folder: Path, *arguments, **options) -> subprocess.CompletedProcess:
-    """Run a script in `folder`, without network and with an environment of its own."""
+def run_script(
+    script: Path, folder: Path, *arguments, downloads: Path | None = None, **options
+) -> subprocess.CompletedProcess:
+    """Run a script in `folder`, which is the vime checkout and holds the downloads as well, without network."""
+    environment = {
+        "PATH": "/usr/bin:/bin",
+        "HOME": str(folder),
+        "HF_HUB_OFFLINE": "1",
+        "VIME_ROOT": str(folder),
+        "RETOOL_DOWNLOADS": str(downloads or folder / "downloads"),
+    }
     return subprocess.run(
         [sys.executable, str(script), *map(str, arguments)],
         cwd=folder,
         capture_output=True,
         text=True,
         timeout=600,
-        env={"PATH": "/usr/bin:/bin", "HOME": str(folder), "HF_HUB_OFFLINE": "1"},
+        env=environment,
         **options,
     )
 

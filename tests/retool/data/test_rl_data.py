@@ -42,11 +42,26 @@ def dapo(problem: str, label="34", wrap: bool = True) -> dict:
         {"question": "What is $1+1$?", "answer": " 2\n"},
         {"input": "What is $1+1$?", "output": "2"},
         {"prompt": "What is $1+1$?", "label": None, "reward_model": {"ground_truth": 2}},
+        # GSM8K, MATH, and other data sets as they are published
+        {"question": "What is $1+1$?", "answer": "One and one is <<1+1=2>>2 apples.\nSo it is 2.\n#### 2"},
+        {"problem": "What is $1+1$?", "level": "Level 1", "solution": "First \\boxed{1}, then $\\boxed{2}$."},
+        {"problem": "What is $1+1$?", "solution": "Whatever \\boxed{3}", "answer": "2"},
+        {"problem": "What is $1+1$?", "answer": "Adding gives\n\\[\\boxed{2}\\]"},
+        {"prompt": "What is $1+1$?", "solution": "2", "reward_model": {"ground_truth": "2"}},
+        {"prompt": json.dumps([{"role": "user", "content": "What is $1+1$?"}]), "label": "2"},
+        {"prompt": json.dumps({"role": "user", "content": "What is $1+1$?"}), "label": "2"},
+        {"prompt": [{"role": "user", "content": [{"type": "text", "text": "What is $1+1$?"}]}], "label": "2"},
+        {"prompt": [{"from": "human", "value": "What is $1+1$?"}], "label": "2"},
+        {"conversations": [{"from": "human", "value": "What is $1+1$?"}, {"from": "gpt", "value": "So \\boxed{2}."}]},
+        {"messages": [{"role": "user", "content": "What is $1+1$?"}, {"role": "assistant", "content": "#### 2"}]},
+        {"messages": [{"role": "user", "content": "What is $1+1$?"}], "label": "2"},
+        {"problem": "What is $1+1$?", "label": "2", "answer": "02"},
     ],
 )
 def test_every_published_layout_gives_the_same(layout):
     problem = parse_row(layout)
     assert (problem.text, problem.prompt, problem.label) == ("What is $1+1$?", "What is $1+1$?", "2")
+    assert not problem.has_system
 
 
 @pytest.mark.parametrize(
@@ -93,6 +108,11 @@ def test_keep_instruction_keeps_the_prompt_and_still_knows_the_problem():
         (0, "0"),
         (-3, "-3"),
         (2.5, "2.5"),
+        ("so 1,234 + 0\n#### 1,234", "1234"),
+        ("... #### $70,000\n", "70000"),
+        ("#### -5", "-5"),
+        ("$\\boxed{\\frac{1}{2}}$", "\\frac{1}{2}"),
+        ("\\begin{pmatrix}\n1 & 2\n\\end{pmatrix}", "\\begin{pmatrix}\n1 & 2\n\\end{pmatrix}"),
         ("\\frac12", "\\frac12"),
     ],
 )
@@ -113,13 +133,33 @@ def test_labels_are_strings(label, text):
         ({"prompt": "A?", "label": ["1"]}, "no label"),
         ({"prompt": "A?", "reward_model": None}, "no label"),
         ({"prompt": "A?", "reward_model": {"ground_truth": None}}, "no label"),
+        ({"prompt": "A?", "label": float("nan")}, "no label"),
+        ({"prompt": "A?", "label": float("inf")}, "no label"),
+        ({"prompt": "A?", "label": "3", "answer": "4"}, "label is '3', but answer is '4'"),
+        ({"prompt": "A?", "answer": "4", "reward_model": {"ground_truth": "5"}}, "answer is '4', but reward_model"),
+        ({"prompt": "A?", "answer": "First we add.\nThen we are done."}, "answer is a worked solution"),
+        ({"prompt": "A?", "answer": "word " * 50}, "answer is a worked solution"),
+        ({"problem": "A?", "solution": "It is 3."}, "the worked solution has no '#### ...' and no box"),
+        ({"prompt": "A?", "text": "x"}, "the row has prompt, text"),
+        ({"text": "A?", "label": "1"}, "the row has text, label"),
+        ({"prompt": [{"role": "user", "content": "A"}] * 2, "label": "1"}, "2 user messages"),
+        (
+            {"prompt": [{"role": "user", "content": "A"}, {"role": "assistant", "content": "B"}], "label": "1"},
+            "assistant",
+        ),
+        ({"prompt": [{"role": "user", "content": [{"type": "image"}]}], "label": "1"}, "no text alone"),
+        (
+            {"messages": [{"role": "user", "content": "A"}, {"role": "assistant", "content": "3"}]},
+            "the worked solution",
+        ),
+        ({"messages": [{"role": "user", "content": "A"}, {"role": "assistant", "content": "B"}] * 2}, "assistant"),
         ({"prompt": " ", "label": "1"}, "the problem is empty"),
         (dapo(""), "the problem is empty"),
         ({"prompt": [], "label": "1"}, "not of one user message"),
         ({"prompt": ["A?"], "label": "1"}, "not of one user message"),
         ({"prompt": [{"role": "system", "content": "A"}], "label": "1"}, "not of one user message"),
         ({"prompt": [{"role": "user", "content": "A"}] * 2, "label": "1"}, "not of one user message"),
-        ({"prompt": [{"role": "user", "content": None}], "label": "1"}, "no prompt"),
+        ({"prompt": [{"role": "user", "content": None}], "label": "1"}, "the user message has no text"),
     ],
 )
 def test_what_cannot_be_used_says_why(bad, reason):
@@ -157,6 +197,18 @@ def test_duplicates_are_told_by_white_space_alone(one, other, same):
 )
 def test_evaluation_problems_are_told_by_their_content(one, other, same):
     assert (evaluation_key(one) == evaluation_key(other)) is same
+
+
+def test_a_system_message_is_left_out_and_counted():
+    problem = parse_row(
+        {"prompt": [{"role": "system", "content": "S"}, {"role": "user", "content": "A?"}], "label": 1}
+    )
+    assert (problem.prompt, problem.has_system) == ("A?", True)
+
+
+@pytest.mark.parametrize("text", ["[a, b] is an interval. What?", "[1, 2]", '{"a": 1}', "[{]", "[]"])
+def test_a_problem_that_begins_with_a_bracket_is_a_problem(text):
+    assert parse_row({"prompt": text, "label": 1}).text == text
 
 
 # The script as a user runs it ----------------------------------------------------------------------------------------
@@ -246,6 +298,41 @@ def test_the_aime_layout_comes_out_as_an_evaluation_file(tmp_path):
     result = run(tmp_path, "--dataset", "aime.jsonl", "--output", "data/out.jsonl")
     assert result.returncode == 0
     assert read_jsonl(tmp_path / "data/out.jsonl") == [{"prompt": r["input"], "label": r["output"]} for r in rows]
+
+
+def test_without_arguments_it_reads_the_published_download_and_writes_where_the_launch_script_looks(tmp_path):
+    write_jsonl(tmp_path / "downloads" / "dapo-math-17k" / "dapo-math-17k.jsonl", ROWS)
+    result = run(tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert len(read_jsonl(tmp_path / "data" / "retool" / "dapo-math-17k.jsonl")) == 4
+    write_jsonl(tmp_path / "downloads" / "aime-2024" / "aime-2024.jsonl", [{"prompt": "A?", "label": "1"}])
+    result = run(tmp_path, "--dataset", "zhuzilin/aime-2024")
+    assert result.returncode == 0, result.stderr
+    assert read_jsonl(tmp_path / "data" / "retool" / "aime-2024.jsonl") == [{"prompt": "A?", "label": "1"}]
+
+
+def test_a_test_split_is_never_merged_into_the_training_data(tmp_path):
+    for folder, question in (("main", "M"), ("socratic", "S")):
+        for split in ("train", "test"):
+            row = {"question": f"{question} {split}?", "answer": "so\n#### 1"}
+            target = tmp_path / "gsm8k" / folder / f"{split}-00000-of-00001.parquet"
+            target.parent.mkdir(parents=True, exist_ok=True)
+            pq.write_table(pa.Table.from_pylist([row]), target)
+    result = run(tmp_path, "--dataset", "gsm8k", "--output", "out.jsonl")
+    assert result.returncode == 1
+    assert "holds the configurations main, socratic; choose one with --config" in result.stderr.splitlines()[-1]
+    for flags, prompt in ([], "M train?"), (["--split", "test"], "M test?"):
+        result = run(tmp_path, "--dataset", "gsm8k", "--output", "out.jsonl", "--config", "main", *flags)
+        assert result.returncode == 0, result.stderr
+        assert read_jsonl(tmp_path / "out.jsonl") == [{"prompt": prompt, "label": "1"}]
+
+
+def test_line_ends_of_windows_are_not_taught(tmp_path):
+    source = tmp_path / "in.jsonl"
+    source.write_bytes(b'{"prompt": "A\\r\\nB?", "label": "1\\r\\n"}\r\n')
+    result = run(tmp_path, "--dataset", source, "--output", "out.jsonl")
+    assert result.returncode == 0, result.stderr
+    assert read_jsonl(tmp_path / "out.jsonl") == [{"prompt": "A\nB?", "label": "1"}]
 
 
 def test_bad_rows_are_named_and_more_than_one_in_a_hundred_stops_it(tmp_path):

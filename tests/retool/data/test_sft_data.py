@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from retool import actions
 from retool.chat import SYSTEM_PROMPT, tool_call_text
 from retool.data_io import RowError
-from sft_data_processing import convert, final_text, question_of, split_blocks
+from sft_data_processing import MAX_ROW_TOKENS, convert, final_text, question_of, split_blocks
 from tool_sandbox import tool_registry
 
 SCRIPT = Path(__file__).resolve().parents[3] / "examples" / "retool" / "sft_data_processing.py"
@@ -171,6 +171,164 @@ def test_words_between_code_and_output_move_behind_the_output():
     messages = convert(row(answered(text)))["messages"]
     assert messages[2]["content"].startswith("One.\n<tool_call>")
     assert messages[4]["content"] == "Two.\n\nThree.\n\nAnswer: \\boxed{42}"
+
+
+# What SFT writes is what RL reads ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fence", ["```python", "  ```python", "```python3", "```PY"])
+def test_fences_that_rl_reads_are_read(fence):
+    text = answered(f"Go.\n{fence}\n{CODE}\n```\n<interpreter>\n0\n1\n</interpreter>\n")
+    messages = convert(row(text))["messages"]
+    assert roles(messages) == ["system", "user", "assistant", "tool", "assistant"]
+    assert code_of(messages[2]) == CODE
+
+
+@pytest.mark.parametrize("written", [f"<CODE>\n{CODE}\n</CODE>", f"<Code>{CODE}</Code>"])
+def test_tags_in_capitals_are_refused_since_rl_reads_no_program_in_them(written):
+    assert not isinstance(actions.read_action(written).action, actions.Code)
+    with pytest.raises(RowError, match="unclosed <code> block|unclosed <C"):
+        convert(row(answered(f"Go.\n{written}\n<interpreter>\n0\n1\n</interpreter>\n")))
+
+
+def test_an_indented_fence_holds_the_program_that_rl_would_run():
+    written = "  ```python\n  x = 1\n  print(x)\n  ```"
+    messages = convert(row(answered(f"{written}\n<interpreter>\n1\n</interpreter>\n")))["messages"]
+    assert actions.source(code_of(messages[2])) == "x = 1\nprint(x)"
+
+
+def test_the_answer_tag_named_in_prose_swallows_nothing():
+    text = "I will close with <answer> and a box.\n" + block("print(1)", "1") + "Then.\n"
+    messages = convert(row(answered(text)))["messages"]
+    assert roles(messages) == ["system", "user", "assistant", "tool", "assistant"]
+    assert messages[2]["content"].startswith("I will close with <answer> and a box.\n<tool_call>")
+    assert messages[4]["content"] == "Then.\n\nAnswer: \\boxed{42}"
+
+
+@pytest.mark.parametrize(
+    "before",
+    ["**Answer**: \\boxed{41}", "Answer: $\\boxed{41}$", "<answer>\\boxed{41}</answer>", "answer:\n\\boxed{41}"],
+)
+def test_an_answer_before_a_call_would_end_the_episode(before):
+    with pytest.raises(RowError, match="an answer stands before a code or interpreter block"):
+        convert(row(answered(f"{before}\n" + block("print(1)"))))
+
+
+def test_a_box_before_a_call_is_no_answer_where_rl_reads_none():
+    messages = convert(row(answered("Perhaps \\boxed{41}, I check.\n" + block("print(1)"))))["messages"]
+    assert roles(messages) == ["system", "user", "assistant", "tool", "assistant"]
+
+
+@pytest.mark.parametrize(
+    "written",
+    [f"<code>\n~~~python\n{CODE}\n~~~\n</code>", f"~~~python\n{CODE}\n~~~"],
+)
+def test_fences_that_rl_does_not_know_are_refused(written):
+    with pytest.raises(RowError, match="fence|without a code block"):
+        convert(row(answered(f"{written}\n<interpreter>\n1\n</interpreter>\n")))
+
+
+@pytest.mark.parametrize(
+    "box, answer",
+    [("'42'", "42"), ('"42"', "42"), ("' 42 '", "42"), ("f'(x)", "f'(x)"), ("'", "'"), ("x'y'", "x'y'"), ("''", "''")],
+)
+def test_the_quotes_of_the_published_format_are_no_part_of_the_answer(box, answer):
+    text = f"Done.\n<answer>\n\\boxed{{{box}}}\n</answer>"
+    assert convert(row(text))["messages"][-1]["content"] == f"Done.\n\nAnswer: \\boxed{{{answer}}}"
+
+
+def test_the_code_that_is_taught_is_the_code_that_rl_runs():
+    text = answered(block("x = 1  # </code>\nprint(x)"))
+    call = convert(row(text))["messages"][2]["content"]
+    assert actions.read_action(call).action == actions.Code("x = 1  # </code>\nprint(x)", "tool_call")
+
+
+# Rows with a message for each call -----------------------------------------------------------------------------------
+
+
+def call_message(code: str, text: str | None = None, as_text: bool = False) -> dict:
+    arguments = {"code": code}
+    call = {"name": "code_interpreter", "arguments": json.dumps(arguments) if as_text else arguments}
+    return {"role": "assistant", "content": text, "tool_calls": [{"id": "1", "type": "function", "function": call}]}
+
+
+@pytest.mark.parametrize("as_text", [True, False])
+@pytest.mark.parametrize("system", [[], [{"role": "system", "content": "Be brief."}]])
+def test_openai_tool_calls_give_the_same_conversation(as_text, system):
+    published = convert(row("Go.\n" + block("print(1)", "1") + block("print(2)", "2") + "So 42.\nAnswer: \\boxed{42}"))
+    messages = [
+        *system,
+        {"role": "user", "content": "What is 6 times 7?", "tool_calls": None},
+        call_message("print(1)", "Go.", as_text),
+        {"role": "tool", "content": "1", "tool_call_id": "1"},
+        call_message("print(2)", "" if as_text else None, as_text),
+        {"role": "tool", "content": "2", "tool_calls": None},
+        {"role": "assistant", "content": "So 42.\nAnswer: \\boxed{42}", "tool_calls": None},
+    ]
+    assert convert({"messages": messages}) == published
+    with pytest.raises(RowError, match="dialect code keeps one assistant text"):
+        convert({"messages": messages}, "code")
+
+
+def test_sharegpt_conversations_and_parts_of_text_are_read():
+    published = row(answered("Go.\n" + block("print(1)")))
+    user, assistant = (message["content"] for message in published["messages"])
+    for form in (
+        {"conversations": [{"from": "human", "value": user}, {"from": "gpt", "value": assistant}]},
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "text": user}]},
+                {
+                    "role": "assistant",
+                    "content": [{"type": "text", "text": t} for t in assistant.partition("Go.")[1:]],
+                },
+            ]
+        },
+        {"messages": [{"role": "system", "content": "S"}, *published["messages"]]},
+    ):
+        assert convert(form) == convert(published)
+
+
+USER = {"role": "user", "content": "Why?"}
+TOOL = {"role": "tool", "content": "1"}
+LAST = {"role": "assistant", "content": "Answer: \\boxed{1}"}
+
+
+@pytest.mark.parametrize(
+    "messages, reason",
+    [
+        ([USER, LAST, USER, LAST], "several user turns"),
+        ([USER, call_message("print(1)"), LAST], "expected one user"),
+        ([USER, call_message("print(1)"), TOOL], "expected one user"),
+        ([USER, {"role": "assistant", "content": "Go."}, TOOL, LAST], "an interpreter block without a code block"),
+        ([USER, {**call_message("x = 1"), "tool_calls": [{}, {}]}, TOOL, LAST], "2 calls in one message"),
+        ([USER, {**call_message("x = 1"), "tool_calls": [{}]}, TOOL, LAST], "has no function"),
+        ([USER, call_message(" "), TOOL, LAST], "without code"),
+        (
+            [
+                USER,
+                {"role": "assistant", "tool_calls": [{"function": {"name": "search", "arguments": "{}"}}]},
+                TOOL,
+                LAST,
+            ],
+            "a call of the tool 'search', which RL does not have",
+        ),
+        (
+            [
+                USER,
+                {"role": "assistant", "tool_calls": [{"function": {"name": "code_interpreter", "arguments": "{"}}]},
+                TOOL,
+                LAST,
+            ],
+            "are not JSON",
+        ),
+        ([USER, call_message("print(1)", "Answer: \\boxed{1}"), TOOL, LAST], "an answer stands before"),
+    ],
+)
+def test_calls_that_cannot_be_converted_say_why(messages, reason):
+    with pytest.raises(RowError) as caught:
+        convert({"messages": messages})
+    assert reason in str(caught.value)
 
 
 def test_many_blocks_and_a_call_without_words():
@@ -396,11 +554,17 @@ def test_token_lengths_are_printed(tmp_path, qwen3_tokenizer):
     assert f"tokens per conversation: p50 {len(ids)}, p90 {len(ids)}, p99 {len(ids)}, max {len(ids)}" in result.stdout
 
 
-def test_without_a_tokenizer_the_lengths_are_characters_and_it_says_so(tmp_path):
+@pytest.mark.parametrize("there", [False, True])
+def test_without_a_tokenizer_the_lengths_are_characters_and_it_says_so(tmp_path, there):
     source = write_jsonl(tmp_path / "in.jsonl", [GOOD])
-    result = run(tmp_path, "--dataset", source, "--tokenizer", tmp_path / "nowhere")
-    assert result.returncode == 0
+    folder = tmp_path / "tokenizer"
+    if there:  # half a download
+        write_jsonl(folder / "config.json", [{"model_type": "qwen3"}])
+        write_jsonl(folder / "tokenizer.json", [{}])
+    result = run(tmp_path, "--dataset", source, "--tokenizer", folder)
+    assert result.returncode == 0 and "Traceback" not in result.stderr
     assert "--tokenizer DIR" in result.stderr and "characters per conversation: p50" in result.stdout
+    assert ("cannot be loaded" in result.stderr) is there
 
 
 def test_one_bad_row_in_a_hundred_is_named_and_left_out(tmp_path):
@@ -428,6 +592,49 @@ def test_limit_reads_the_first_rows_only(tmp_path):
     assert result.returncode == 0 and "3 of 3 rows" in result.stdout
 
 
+def test_what_rl_would_cut_or_refuse_is_counted(tmp_path, qwen3_tokenizer):
+    rows = [
+        row(answered(block("import os\nprint(os.listdir())") + block("print(1)"))),
+        row(answered(block("print(1)") * 17)),
+        row(answered(block("print(1)") * 16)),
+        row(answered("word " * 10_000)),
+    ]
+    source = write_jsonl(tmp_path / "in.jsonl", rows)
+    result = run(tmp_path, "--dataset", source, "--tokenizer", qwen3_tokenizer.name_or_path)
+    assert result.returncode == 0, result.stderr
+    assert "calls that the sandbox would refuse: 1 of 35" in result.stdout
+    assert "rows with more than the 16 calls that RL allows: 1" in result.stdout
+    assert "rows with more than the 9216 tokens that a GPU is given: 1" in result.stdout
+
+
+def test_the_token_budget_is_that_of_the_launch_scripts():
+    common = (SCRIPT.parent / "launch" / "common.sh").read_text()
+    assert f"--max-tokens-per-gpu {MAX_ROW_TOKENS}\n" in common
+
+
+def test_without_arguments_it_reads_the_published_download_and_writes_where_the_launch_script_looks(tmp_path):
+    write_parquet(tmp_path / "downloads" / "JoeYing" / "ReTool-SFT" / "data" / "train-00000-of-00001.parquet", [GOOD])
+    result = run(tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert pq.read_table(tmp_path / "data" / "retool" / "ReTool-SFT.parquet").to_pylist() == [convert(GOOD)]
+
+
+def test_line_ends_of_windows_are_not_taught(tmp_path):
+    windows = json.loads(json.dumps(GOOD).replace("\\n", "\\r\\n"))
+    assert "\r\n" in windows["messages"][1]["content"]
+    source = write_jsonl(tmp_path / "in.jsonl", [windows])
+    result = run(tmp_path, "--dataset", source, "--output", "out.parquet")
+    assert result.returncode == 0, result.stderr
+    assert pq.read_table(tmp_path / "out.parquet").to_pylist() == [convert(GOOD)]
+
+
+def test_the_output_is_what_its_name_says(tmp_path):
+    source = write_jsonl(tmp_path / "in.jsonl", [GOOD])
+    result = run(tmp_path, "--dataset", source, "--output", "out.jsonl")
+    assert result.returncode == 2 and "--output must end in .parquet" in result.stderr
+    assert not (tmp_path / "out.jsonl").exists()
+
+
 def test_dialect_code_warns(tmp_path):
     source = write_jsonl(tmp_path / "in.jsonl", [GOOD])
     result = run(tmp_path, "--dataset", source, "--dialect", "code", "--output", "out.parquet")
@@ -441,11 +648,19 @@ def test_dialect_code_warns(tmp_path):
         (lambda d: None, ["--dataset", "nowhere.jsonl"], "nowhere.jsonl: no such file"),
         (lambda d: None, ["--dataset", "/nowhere/dir"], "/nowhere/dir: no such file"),
         (lambda d: None, ["--dataset", "some/dataset"], "hf download --repo-type dataset some/dataset"),
-        (lambda d: (d / "empty").mkdir(), ["--dataset", "empty"], "no .parquet or .jsonl file"),
-        (lambda d: (d / "a.csv").write_text("x"), ["--dataset", "a.csv"], "ends in .parquet or .jsonl"),
+        (lambda d: (d / "empty").mkdir(), ["--dataset", "empty"], "no .parquet, .jsonl, "),
+        (
+            lambda d: (d / "a.csv").write_text("x"),
+            ["--dataset", "a.csv"],
+            "ends in .parquet, .jsonl, .json, .jsonl.gz, .json.gz or .arrow",
+        ),
         (lambda d: (d / "a.parquet").write_text("x"), ["--dataset", "a.parquet"], "cannot be read as parquet"),
-        (lambda d: write_parquet(d / "a.parquet", [{"text": "x"}]), ["--dataset", "a.parquet"], "nothing was written"),
-        (lambda d: (d / "a.jsonl").write_text(""), ["--dataset", "a.jsonl"], "0 of 0 rows"),
+        (
+            lambda d: write_parquet(d / "a.parquet", [{"text": "x"}]),
+            ["--dataset", "a.parquet"],
+            "has no column messages or conversations but text",
+        ),
+        (lambda d: (d / "a.jsonl").write_text(""), ["--dataset", "a.jsonl"], "the file is empty"),
         (
             lambda d: [write_jsonl(d / "two/a.jsonl", [GOOD]), write_parquet(d / "two/a.parquet", [GOOD])],
             ["--dataset", "two"],

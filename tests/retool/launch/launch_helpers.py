@@ -22,11 +22,15 @@ QWEN3_4B = """MODEL_ARGS=(
 )
 """
 CONVERTER = """
-import os, sys
+import os, sys, time
 from pathlib import Path
 save = Path(sys.argv[sys.argv.index("--save") + 1])
 (save / "release").mkdir(parents=True)
 (save / "release" / "argv").write_text(repr(sys.argv[1:] + [os.environ["PYTHONPATH"]]))
+if os.environ.get("FAKE_CONVERSION") == "hangs":
+    (save / "pid").write_text(str(os.getpid()))
+    (save / "pid").rename(save.parent / "converting")
+    time.sleep(600)
 if os.environ.get("FAKE_CONVERSION") != "cut short":
     (save / "latest_checkpointed_iteration.txt").write_text("release")
 sys.exit(3 if os.environ.get("FAKE_CONVERSION") == "fails" else 0)
@@ -34,8 +38,10 @@ sys.exit(3 if os.environ.get("FAKE_CONVERSION") == "fails" else 0)
 TRAIN = """
 import json, os, subprocess, sys, time, urllib.error, urllib.request
 from pathlib import Path
-import ray
+if "FAKE_REPORT" not in os.environ:
+    sys.exit(0)
 report = Path(os.environ["FAKE_REPORT"])
+import ray
 ray.init()
 
 @ray.remote
@@ -55,7 +61,7 @@ for entry in Path("/proc").iterdir():
             command_lines.append((entry / "cmdline").read_text())
         except OSError:
             pass
-dashboard = ray.worker.global_worker.node.address_info["webui_url"]
+dashboard = ray._private.worker.global_worker.node.address_info["webui_url"]
 try:
     stranger = urllib.request.urlopen(f"http://{dashboard}/api/version").status
 except urllib.error.HTTPError as error:
@@ -67,9 +73,37 @@ partial.write_text(json.dumps({
     "gcs": ray.get_runtime_context().gcs_address,
 }))
 partial.rename(report)
-if "--sleep" in sys.argv:
-    time.sleep(600)
+if os.environ.get("FAKE_OUTPUT"):  # what breaks a stream of log lines
+    sys.stdout.buffer.write(b"\\xff not UTF-8\\n" + b"x" * 5_000_000 + b"\\n")
+    sys.stdout.flush()
+    time.sleep(10)
+    print("the end", flush=True)
+while "--sleep" in sys.argv and not (report.parent / "go on").exists():
+    time.sleep(0.1)
 sys.exit(int(os.environ.get("FAKE_EXIT", "0")))
+"""
+
+# The flags that the tests pass, as vime's parser would define them.
+ARGUMENTS = """
+parser.add_argument("--more")
+parser.add_argument("--switch", action="store_true")
+parser.add_argument("--sleep", action="store_true")
+parser.add_argument("--rollout-batch-size", type=int)
+parser.add_argument("--num_rollout", type=int)
+parser.add_argument("--rollout-num-gpus-per-engine", type=int)
+parser.add_argument("--actor-num-gpus-per-node", type=int)
+"""
+# Megatron makes some of its flags from the fields of dataclasses.
+MEGATRON_ARGUMENTS = """
+from dataclasses import dataclass
+
+@dataclass
+class Parallel:
+    tensor_model_parallel_size: int = 1
+    context_parallel_size: int = 1
+    pipeline_model_parallel_size: int = 1
+    rotary_base: int = 10000
+    save: str = ""
 """
 
 
@@ -86,6 +120,10 @@ class Tree(NamedTuple):
         return self.root / "vi me"
 
     @property
+    def megatron(self) -> Path:
+        return self.root / "Megatron LM"
+
+    @property
     def checkpoint(self) -> Path:
         return self.root / "check points" / "Qwen3-4B"
 
@@ -98,7 +136,8 @@ class Tree(NamedTuple):
             "PATH": f"{self.root / 'bin'}:{Path(sys.executable).parent}:/usr/bin:/bin",
             "HOME": str(self.root),
             "VIME_ROOT": str(self.vime),
-            "MEGATRON_ROOT": str(self.root / "Megatron LM"),
+            "MEGATRON_ROOT": str(self.megatron),
+            "RETOOL_DOWNLOADS": str(self.root / "downloads"),
             "HF_CHECKPOINT": str(self.checkpoint),
             "SFT_DATA": str(self.root / "sft.parquet"),
             "PROMPT_DATA": str(self.root / "prompts.jsonl"),

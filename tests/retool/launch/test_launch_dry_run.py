@@ -114,7 +114,8 @@ def test_a_running_cluster_is_used_if_it_is_named(tree, stage):
     result = dry_run(tree, stage, RAY_ADDRESS="http://10.0.0.1:8265", NUM_NODES="2", WANDB_KEY=SECRET)
     assert result.returncode == 0
     words = shlex.split(result.stdout.replace("\\\n", " "), comments=True)
-    assert words[:5] == ["ray", "job", "submit", "--address", "http://10.0.0.1:8265"]
+    assert words[:2] == ["python3", str(EXAMPLE / "launch" / "ray_job.py")]
+    assert words[2:4] == ["--address", "http://10.0.0.1:8265"]
     assert flags_of(job_words(result.stdout))["--actor-num-nodes"] == ["2"]
     assert "wandb login" in result.stderr and SECRET not in result.stdout + result.stderr
 
@@ -162,6 +163,67 @@ def test_inside_a_vime_checkout_nothing_needs_to_be_set(tree, stage):
     assert result.returncode == 0
     data = {"sft": "ReTool-SFT.parquet", "rl": "dapo-math-17k.jsonl"}[stage]
     assert flags_of(job_words(result.stdout))["--prompt-data"] == [str(tree.vime / "data" / "retool" / data)]
+
+
+def test_the_published_commands_work_without_arguments(tree):
+    """After the published downloads, with nothing set but where they lie (by default /root)."""
+    plugin = tree.vime / "examples" / "retool"
+    shutil.copytree(EXAMPLE, plugin, ignore=shutil.ignore_patterns("__pycache__"))
+    downloads = tree.root / "downloads"
+    for model in ("Qwen/Qwen3-4B-Instruct-2507", "font-info/qwen3-4b-sft"):
+        shutil.copytree(tree.checkpoint, downloads / model)
+    question = {"role": "user", "content": "What is 6 times 7?"}
+    answer = {"role": "assistant", "content": "<code>print(42)</code><interpreter>42</interpreter>\\boxed{42}"}
+    files = {
+        "JoeYing/ReTool-SFT/train.jsonl": {"messages": [question, answer]},
+        "dapo-math-17k/dapo-math-17k.jsonl": {"prompt": [question], "label": "42"},
+        "aime-2024/aime-2024.jsonl": {"prompt": [question], "label": "42"},
+    }
+    for name, row in files.items():
+        (downloads / name).parent.mkdir(parents=True)
+        (downloads / name).write_text(json.dumps(row) + "\n")
+
+    settings = ("VIME_ROOT", "HF_CHECKPOINT", "SFT_DATA", "PROMPT_DATA", "EVAL_DATA")
+    environment = tree.environment(**dict.fromkeys(settings))
+    made = subprocess.run(
+        [sys.executable, str(plugin / "sft_data_processing.py")],
+        env={name: value for name, value in environment.items() if name != "PYTHONPATH"},
+        cwd=tree.vime,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert made.returncode == 0, made.stderr
+    expected = {
+        "sft": (tree.vime / "data" / "retool" / "ReTool-SFT.parquet", downloads / "Qwen" / "Qwen3-4B-Instruct-2507"),
+        "rl": (downloads / "dapo-math-17k" / "dapo-math-17k.jsonl", downloads / "font-info" / "qwen3-4b-sft"),
+    }
+    for stage, (data, model) in expected.items():
+        result = subprocess.run(
+            ["bash", f"examples/retool/retool_qwen3_4b_{stage}.sh"],
+            env=environment | {"DRY_RUN": "1"},
+            cwd=tree.vime,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert (result.returncode, result.stderr) == (0, "")
+        flags = flags_of(job_words(result.stdout))
+        assert (flags["--prompt-data"], flags["--hf-checkpoint"]) == ([str(data)], [str(model)])
+    assert flags["--eval-prompt-data"] == ["aime", str(downloads / "aime-2024" / "aime-2024.jsonl")]
+
+
+@pytest.mark.parametrize("stage, size, parallel", [("sft", "1", False), ("rl", "2", True)])
+def test_the_layout_of_the_model_is_the_published_one(tree, stage, size, parallel):
+    flags = flags_of(job_words(dry_run(tree, stage).stdout))
+    assert flags["--tensor-model-parallel-size"] == [size]
+    assert ("--sequence-parallel" in flags) is parallel
+
+
+def test_the_settings_of_the_plugin_reach_the_job(tree):
+    given = {"RETOOL_SANDBOX": "http://x", "RETOOL_ALLOWED_MODULES": "math,sympy", "RETOOL_SANDBOX_STRICT": "1"}
+    environment = runtime_env(dry_run(tree, "rl", **given, RETOOL_CACHE="x").stdout)
+    assert {name: value for name, value in environment.items() if name.startswith("RETOOL_")} == given
 
 
 # vime's own parser ---------------------------------------------------------------------------------------------------
