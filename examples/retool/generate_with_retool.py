@@ -21,8 +21,9 @@ Invariants, on every way out, a cancellation at any await included:
 - A mistake of the model becomes an observation. An infrastructure error (EngineError, SandboxError) makes the sample
   ABORTED and is never trained on; many of them stop the run.
 
-How the model is spoken to is retool/chat.py, what it says retool/actions.py, the wire retool/engine.py, the reward
-retool/reward.py, the tools tool_sandbox.py. This module is the only one that knows vime.
+How the model is spoken to is retool/chat.py, what it says retool/actions.py, what a turn asks of the engine
+retool/request.py, the wire retool/engine.py, what ends a run retool/failures.py, the reward retool/reward.py, the tools
+tool_sandbox.py. This module is the only one that imports vime.
 """
 
 from __future__ import annotations

@@ -28,7 +28,8 @@ from vime.rollout.data_source import RolloutDataSourceWithBuffer
 from vime.utils import http_utils
 from vime.utils.eval_config import EvalDatasetConfig
 
-MAX_SECONDS = float(os.environ.get("MAX_SECONDS", "60"))
+MAX_SECONDS = float(os.environ.get("MAX_SECONDS", "90"))
+AT_ONCE = 3  # most of the time they wait
 GROUPS, GROUP_SIZE = 6, 8
 
 
@@ -245,31 +246,34 @@ def forked(workdir: Path, pair: str) -> SimpleNamespace:
     return SimpleNamespace(pair=pair, pid=child, started=time.monotonic())
 
 
-def wait(child: SimpleNamespace) -> dict:
-    deadline = child.started + MAX_SECONDS
-    while True:
-        pid, status = os.waitpid(child.pid, os.WNOHANG)
-        if pid:
-            return {
-                "pair": child.pair,
-                "seconds": time.monotonic() - child.started,
-                "status": os.waitstatus_to_exitcode(status),
-            }
-        if time.monotonic() > deadline:
-            os.kill(child.pid, signal.SIGKILL)
-            os.waitpid(child.pid, 0)
-            return {"pair": child.pair, "seconds": -1, "status": -9}
-        time.sleep(0.02)
+def ended(child: SimpleNamespace) -> dict | None:
+    """What became of it, None while it runs."""
+    pid, status = os.waitpid(child.pid, os.WNOHANG)
+    seconds = time.monotonic() - child.started
+    if pid:
+        return {"pair": child.pair, "seconds": seconds, "status": os.waitstatus_to_exitcode(status)}
+    if seconds > MAX_SECONDS:
+        os.kill(child.pid, signal.SIGKILL)
+        os.waitpid(child.pid, 0)
+        return {"pair": child.pair, "seconds": -1, "status": -9}
+    return None
 
 
 def main() -> None:
-    workdir = Path(sys.argv[1])
+    workdir, waiting = Path(sys.argv[1]), sys.argv[2:]
     write_prompts(workdir)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads do not survive a fork
     plugin.GenerateState(arguments(workdir, 1))
     assert threading.active_count() == 1, "a process with threads cannot be forked"
-    for pair in sys.argv[2:]:
-        print(json.dumps(wait(forked(workdir, pair))), flush=True)
+    running: list[SimpleNamespace] = []
+    while waiting or running:
+        while waiting and len(running) < AT_ONCE:
+            running.append(forked(workdir, waiting.pop(0)))
+        time.sleep(0.02)
+        for child in list(running):
+            if result := ended(child):
+                running.remove(child)
+                print(json.dumps(result), flush=True)
 
 
 if __name__ == "__main__":

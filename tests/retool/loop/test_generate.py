@@ -766,6 +766,30 @@ def test_an_engine_that_is_down_loses_the_sample(rollout, tool, no_waiting, monk
     assert_lost(sample)
 
 
+def test_an_engine_that_never_answered_is_not_waited_for_as_long(rollout, tool, no_waiting):
+    """A wrong address shows within seconds; an engine that is started anew in a run has vime's own minute."""
+    dead = rollout.engine([])
+    args = rollout.args_for(dead)
+    dead.close()
+    rollout.engines.clear()
+    asyncio.run(plugin.generate(args, Sample(prompt="Q"), make_params()))
+    assert len(no_waiting) == engine.MAX_START_ATTEMPTS - 2  # the first attempt is a request of its own
+    rollout.run([ANSWER])
+    no_waiting.clear()
+    rollout.args_for(SimpleNamespace(port=args.vllm_router_port))
+    sample = Sample(prompt="Q")
+    asyncio.run(plugin.generate(args, sample, make_params()))
+    assert len(no_waiting) == 59
+    assert_lost(sample)
+
+
+@pytest.mark.parametrize("status", [401, 405, 422])
+def test_any_client_error_that_does_not_pass_is_a_refusal(rollout, tool, no_waiting, status):
+    with pytest.raises(plugin.EngineRefused, match="says\\.$") as error:
+        rollout.run([Turn(status=status, body="what the\nengine\tsays.")])
+    assert "\n" not in str(error.value) and no_waiting == []
+
+
 def test_the_status_is_found_behind_a_wrapped_error():
     inner = RuntimeError()
     inner.response = SimpleNamespace(status_code=403)

@@ -7,7 +7,7 @@ import generate_with_retool as plugin
 import tool_sandbox
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from retool import failures
+from retool import engine, failures
 from scripted import PairTokenizer, Turn, call, check_sample, make_args, make_params
 
 from vime.utils.types import Sample
@@ -153,3 +153,27 @@ def test_any_episode_keeps_the_invariants(
     assert (sample.reward is not None) == sample.remove_sample
     if sample.remove_sample:
         assert sample.status == Sample.Status.ABORTED and sample.reward["score"] == 0
+
+
+VALUES = st.sampled_from([-0.5] * 8 + [0, 1e-4, 0.5, -9999.0, True, None, "-1", float("nan"), float("inf"), 10**400])
+NAMES = st.sampled_from(["right"] * 8 + ["wrong", "float", "bool", "none"])
+ITEMS = st.lists(st.tuples(VALUES, NAMES, st.booleans()), max_size=4)
+
+
+@settings(max_examples=400, deadline=None)
+@given(ITEMS)
+def test_the_quick_look_at_log_probs_lets_nothing_pass_that_the_close_one_does_not(drawn):
+    items, token_ids = [], []
+    for position, (value, name, as_text) in enumerate(drawn):
+        token = 1 + position
+        named = {"right": token, "wrong": 70, "float": float(token), "bool": True, "none": None}[name]
+        items.append({"logprob": value, **({"token": f"token_id:{named}"} if as_text else {"token_id": named})})
+        token_ids.append(token)
+    quick = engine._all_usable(token_ids, items)
+    faults = [
+        engine._log_prob_fault(item["logprob"]) or engine._wrong_token(item, token)
+        for token, item in zip(token_ids, items, strict=True)
+    ]
+    assert not (quick and any(faults))
+    if all(name == "right" and value == -0.5 and not as_text for value, name, as_text in drawn):
+        assert quick or not items
