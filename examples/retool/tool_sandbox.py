@@ -41,7 +41,7 @@ from typing import Any
 
 from retool.chat import CODE_INTERPRETER, CODE_TOOL, SYSTEM_PROMPT, neutralize, shorten
 from retool.sandbox import call, policy, reviewer, wire
-from retool.sandbox.pool import COMMON_MODULES, POOL, WorkerKey
+from retool.sandbox.pool import POOL, worker_key
 from retool.sandbox.results import SandboxError, ToolOutput, observation
 from retool.sandbox.semaphore import ProcessSemaphore
 from retool.sandbox.wire import LAYERS
@@ -67,7 +67,8 @@ TOOL_CONFIGS: dict[str, Any] = {
     "max_turns": 20,
     "max_tool_calls": 16,
     "tool_concurrency": 32,
-    # Seconds of wall clock: what ends at all ends in a part of this, and a batch waits for its slowest sample.
+    # Seconds of processor time: what ends at all ends in a part of this, and a batch waits for its slowest sample. By
+    # the wall clock a call may take four times as many, since a busy machine must not make its work look too slow.
     "python_timeout": 10.0,
     # What one call may map beside the interpreter. With all calls at their limit it is 32 GB of the machine's memory.
     "python_memory_limit": "1GB",
@@ -104,7 +105,7 @@ class PythonSandbox:
     ):
         """
         Args:
-            timeout: seconds of wall clock that a call may take.
+            timeout: seconds of processor time that a call may use; it may take four times as many by the wall clock.
             memory_limit: what a call may add to the worker's memory, in bytes or as "1GB".
             layers_off: layers of the jail to leave out, of `LAYERS`. For tests, which try each layer alone.
 
@@ -131,12 +132,10 @@ class PythonSandbox:
             return ToolOutput(shorten(f"Error: not allowed: {message}", most), "refused")
         if review.unreadable:  # ends here and is never run: what the host cannot read it cannot have checked
             return ToolOutput(f"Error: {review.unreadable}", "error")
-        libraries = self._libraries(review.imports)
+        key = worker_key(review.imports, frozenset(self.allowed_modules), self.memory_bytes, self._layers_off)
         packages = {module.split(".")[0] for module in review.imports}
-        all_modules = bool(libraries) or not packages <= COMMON_MODULES
-        key = WorkerKey(all_modules, libraries, self.memory_bytes, self._layers_off)
-        draws = bool(libraries) or not packages.isdisjoint(policy.RANDOM_MODULES)
-        request = wire.request(review.shown, draws, code)
+        draws = bool(key.libraries) or not packages.isdisjoint(policy.RANDOM_MODULES)
+        request = wire.request(review.shown, draws, self.timeout, code)
         reply = await call.run(key, request, self.timeout, keep=4 * most)
         return observation(reply, self.timeout, self.memory_bytes, most)
 
@@ -153,13 +152,6 @@ class PythonSandbox:
         else:
             message = reviewer.review_here(code, frozenset(self.allowed_modules)).refusal
         return not message, message
-
-    def _libraries(self, imports: tuple[str, ...]) -> tuple[str, ...]:
-        """What the code imports beyond what a plain worker has."""
-        extra = self.allowed_modules - policy.DEFAULT_MODULES
-        if not extra:
-            return ()
-        return tuple(sorted({name.split(".")[0] for name in imports if policy.is_allowed(name, extra)}))
 
 
 def _memory_bytes(limit: int | str) -> int:

@@ -14,6 +14,7 @@ import importlib
 import io
 import os
 import random
+import resource
 import signal
 import socket
 import struct
@@ -21,12 +22,16 @@ import sys
 import traceback
 
 # What the host has under the same names in ``wire.py``.
-MAX_RECORD_BYTES = 16384
+MAX_RECORD_BYTES = 32768
 MAX_REQUEST_BYTES = 1 << 16
 OUTPUT, ERRORS, DONE, RAISED, NO_MEMORY = b"o", b"e", b"D", b"E", b"M"
+CPU_TIME_UP, STARVED = 71, 72
 
-CHATTY_RECORDS = 64  # records after which output is flushed by a timer and no longer at each line
+CHATTY_RECORDS = 16  # records of a stream after which it is flushed by a timer and no longer at each line
 FLUSH_SECONDS = 0.05
+RETRY_SECONDS = 0.001  # where the timer met a stream in the middle of a write
+# How much later than by its own timer the kernel ends a call that is busy in C and lets no handler run.
+GRACE_SECONDS = 0.25
 MAX_TRACEBACK_CALLS = 8
 MAX_MESSAGE_CHARS = 2000
 SOURCE_NAME = "<code>"
@@ -65,7 +70,7 @@ def preload(settings) -> None:
         codecs.lookup(name)
     if not settings.libraries:
         sys.path.clear()  # nothing there can be opened later; the import machinery shall not try
-    builtins.exit = builtins.quit = sys.exit
+    vars(builtins).update(exit=sys.exit, quit=sys.exit)
     if hasattr(sys, "set_int_max_str_digits"):
         sys.set_int_max_str_digits(0)  # number theory prints long integers; the clock bounds what that costs
     execute((0, 0), b"print(*(x for x in ()), end='')", {})
@@ -103,34 +108,66 @@ class _Records(io.RawIOBase):
         chunk = bytes(data[: MAX_RECORD_BYTES - 1])
         os.write(self.call, self.letter + chunk)
         self.count += 1
-        if self.count == CHATTY_RECORDS:
-            signal.setitimer(signal.ITIMER_REAL, FLUSH_SECONDS, FLUSH_SECONDS)
+        if self.count == CHATTY_RECORDS:  # the first tick at once, since `flush` may not change a stream that writes
+            signal.setitimer(signal.ITIMER_REAL, RETRY_SECONDS, FLUSH_SECONDS)
         return len(chunk)
 
 
-def _text_stream(letter: bytes) -> io.TextIOWrapper:
-    buffer = io.BufferedWriter(_Records(letter), 8192)
-    return io.TextIOWrapper(buffer, encoding="utf-8", errors="backslashreplace", newline="\n", line_buffering=True)
+class _Stream(io.TextIOWrapper):
+    """A line is a record of its own, so that it is kept whatever happens next, for the first CHATTY_RECORDS. After them
+    a timer sends what there is, also for code that flushes after each line: a record costs the host more than a line.
+    """
+
+    def __init__(self, letter: bytes):
+        self.records = _Records(letter)
+        buffer = io.BufferedWriter(self.records, MAX_RECORD_BYTES - 1)
+        super().__init__(buffer, encoding="utf-8", errors="backslashreplace", newline="\n", line_buffering=True)
+
+    def flush(self) -> None:
+        if self.records.count < CHATTY_RECORDS:
+            super().flush()
+
+    def send(self) -> None:
+        """All that is buffered. RuntimeError: called by a handler in the middle of a write."""
+        if self.line_buffering and self.records.count >= CHATTY_RECORDS:
+            self.reconfigure(line_buffering=False)
+        super().flush()
 
 
 # Made once: new stream objects in each child would cost it a tenth of a millisecond.
-STDOUT, STDERR = _text_stream(OUTPUT), _text_stream(ERRORS)
+STDOUT, STDERR = _Stream(OUTPUT), _Stream(ERRORS)
+_switches_before = 0  # of this process, to wait for something, before its code ran
 
 
 def flush(*_signal) -> None:
-    """Send what is buffered. A line costs a record of its own only up to CHATTY_RECORDS; then this runs by timer."""
     for stream in (STDOUT, STDERR):
         try:
-            if stream.line_buffering and stream.buffer.raw.count >= CHATTY_RECORDS:
-                stream.reconfigure(line_buffering=False)
-            stream.flush()
-        except (RuntimeError, ValueError, OSError):
-            pass  # interrupted in the middle of a write: the next tick sends it
+            stream.send()
+        except RuntimeError:
+            signal.setitimer(signal.ITIMER_REAL, RETRY_SECONDS, FLUSH_SECONDS)
+        except (ValueError, OSError):
+            pass  # the code has closed it
 
 
-def time_is_up(*_signal) -> None:
+def cpu_time_is_up(*_signal) -> None:
     flush()
-    os._exit(0)
+    os._exit(CPU_TIME_UP)
+
+
+def wall_time_is_up(*_signal) -> None:
+    """Says, by its exit status, whether this call waited for the processor alone."""
+    flush()
+    waited = resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw > _switches_before
+    os._exit(0 if waited else STARVED)
+
+
+def limit_time(seconds: float) -> None:
+    """End this call when it has used so much processor time: by a handler, which flushes what was printed, and a
+    little later by the kernel, where the handler has no chance to run."""
+    global _switches_before
+    _switches_before = resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds + GRACE_SECONDS)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -206,15 +243,17 @@ def run_call(call: socket.socket, namespace: dict, random_states: list) -> None:
     """Read the request from `call`, run it, send the records. The process ends after this.
 
     A request is a line and the source. In the line are the first and the last byte of a last expression whose value is
-    to be shown (0 0: there is none), and whether the code may draw random numbers (0 or 1).
+    to be shown (0 0: there is none), whether the code may draw random numbers (0 or 1), and the milliseconds of
+    processor time that it may use.
     """
     request = call.recv(MAX_REQUEST_BYTES)
     if not request:
         return  # the host has no use for this child any more
-    STDOUT.buffer.raw.call = STDERR.buffer.raw.call = call.fileno()
+    STDOUT.records.call = STDERR.records.call = call.fileno()
     try:
         numbers, _, source = request.partition(b"\n")
-        start, end, draws = map(int, numbers.split())
+        start, end, draws, milliseconds = map(int, numbers.split())
+        limit_time(milliseconds / 1000)
         if draws:
             seed(random_states)
         letter, text = execute((start, end), source, namespace)

@@ -42,7 +42,7 @@ WORKER_START = (
     " worker.main(notebook)"
 )
 MAX_START_SECONDS = 60.0
-MAX_WORKERS = 5  # two for plain calls, one for each set of libraries imported together; the longest unused one goes
+MAX_WORKERS = 5  # of one sandbox there are three (`worker_key`); over this the longest unused one goes
 PREFORKED_CHILDREN = 16
 FORKS_PER_REQUEST = 8  # in a row, since the worker has some ninety pages copied on its way to the next request
 # What most calls import. With all of the default set loaded a call is slower by a fifteenth, so calls that need more
@@ -58,10 +58,33 @@ FIRST_PRIVATE_USER = 1_900_000_000  # above the ranges that distributions and co
 class WorkerKey(NamedTuple):
     """What a call needs of its worker. Calls with the same needs share one."""
 
-    all_modules: bool  # or only COMMON_MODULES
-    libraries: tuple[str, ...]
+    modules: tuple[str, ...]  # of the standard library, to be loaded
+    libraries: tuple[str, ...]  # others
     memory_bytes: int
     layers_off: tuple[str, ...] = ()  # names as in wire.LAYERS; for tests
+
+
+def worker_key(
+    imports: tuple[str, ...], allowed: frozenset[str], memory_bytes: int, layers_off: tuple[str, ...] = ()
+) -> WorkerKey:
+    """The worker for a source that imports `imports`, of the three that a sandbox has.
+
+    One has loaded COMMON_MODULES, one all allowed modules of the standard library, and one, for calls that import any
+    of the others, all allowed libraries: so no mix of imports starts more workers than these.
+    """
+    common, standard, libraries = _loaded(allowed)
+    if any(policy.is_allowed(name, frozenset(libraries)) for name in imports if libraries):
+        return WorkerKey(standard, libraries, memory_bytes, layers_off)
+    plain = {name.split(".")[0] for name in imports} <= COMMON_MODULES
+    return WorkerKey(common if plain else standard, (), memory_bytes, layers_off)
+
+
+@functools.lru_cache(maxsize=16)
+def _loaded(allowed: frozenset[str]) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
+    """What the three workers of a sandbox load: common modules, all of the standard library, libraries."""
+    standard = {name for name in allowed if name.split(".")[0] in sys.stdlib_module_names}
+    libraries = {name.split(".")[0] for name in allowed - standard}
+    return tuple(sorted(COMMON_MODULES)), tuple(sorted(standard | ALL_MODULES)), tuple(sorted(libraries))
 
 
 class Worker:
@@ -166,7 +189,7 @@ def start_worker(key: WorkerKey) -> Worker:
     worker = Worker(process, ours)
     try:
         settings = {
-            "modules": sorted(ALL_MODULES if key.all_modules else COMMON_MODULES),
+            "modules": key.modules,
             "libraries": key.libraries,
             **_library_paths(key.libraries)._asdict(),
             "memory_bytes": key.memory_bytes,
@@ -213,9 +236,11 @@ def _library_paths(libraries: tuple[str, ...]) -> _LibraryPaths:
         return _LibraryPaths([], [])
     sites = [path for path in sys.path if os.path.basename(path) in ("site-packages", "dist-packages")]
     specs = [importlib.util.find_spec(name) for name in libraries]
-    packages = [place for spec in specs if spec for place in spec.submodule_search_locations or ()]
-    parents = [os.path.dirname(place) for place in packages]
-    return _LibraryPaths(list(dict.fromkeys(sites + parents)), list(dict.fromkeys(sites + packages)))
+    found = [spec for spec in specs if spec]
+    places = [str(place) for spec in found for place in spec.submodule_search_locations or [spec.origin]]
+    places = [place for place in places if os.path.exists(place)]
+    parents = [os.path.dirname(place) for place in places]
+    return _LibraryPaths(list(dict.fromkeys(sites + parents)), list(dict.fromkeys(sites + places)))
 
 
 @functools.cache  # once for each state of affairs, not for each worker
@@ -278,21 +303,33 @@ class Pool:
         with self._lock:
             place = self._places.get(key)
             if place is None:
-                place = self._places[key] = _Place()
-                threading.Thread(target=self._start, args=(key, place), daemon=True).start()
+                place = _Place()
+                try:
+                    threading.Thread(target=self._start, args=(key, place), daemon=True).start()
+                except RuntimeError as error:  # no more threads: nobody would ever fill the place
+                    raise SandboxError(f"no thread to start a sandbox worker in: {error}") from error
+                self._places[key] = place
             self._places.move_to_end(key)
             place.calls += 1
         return place
 
     def _start(self, key: WorkerKey, place: _Place) -> None:
         try:
-            place.future.set_result(start_worker(key))
+            worker = start_worker(key)
         except BaseException as error:
             with self._lock:
                 if self._places.get(key) is place:
                     del self._places[key]
             place.future.set_exception(error)
-        self._retire()
+            return
+        with self._lock:
+            closed = self._places.get(key) is not place
+        if closed:
+            worker.close()
+            place.future.set_exception(SandboxError("the sandbox was shut down"))
+        else:
+            place.future.set_result(worker)
+            self._retire()
 
     def _retire(self) -> None:
         """End workers over the limit that have no call, those first that were not needed for longest."""
@@ -313,7 +350,10 @@ class Pool:
                     break
             else:
                 return
-        threading.Thread(target=worker.close, daemon=True).start()
+        try:
+            threading.Thread(target=worker.close, daemon=True).start()
+        except RuntimeError:  # no more threads
+            worker.close()
 
     def close(self) -> None:
         """End all workers; the next call starts another."""
