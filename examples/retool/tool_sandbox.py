@@ -34,13 +34,15 @@ tenth of a call.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
+import sys
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
-from retool.chat import CODE_INTERPRETER, CODE_TOOL, SYSTEM_PROMPT, neutralize, shorten
-from retool.sandbox import call, policy, reviewer, wire
+from retool.chat import CODE_INTERPRETER, CODE_TOOL, SYSTEM_PROMPT, code_interpreter_spec, neutralize, shorten
+from retool.sandbox import call, names, policy, reviewer, wire
 from retool.sandbox.pool import POOL, worker_key
 from retool.sandbox.results import SandboxError, ToolOutput, observation
 from retool.sandbox.semaphore import ProcessSemaphore
@@ -74,6 +76,9 @@ TOOL_CONFIGS: dict[str, Any] = {
     "python_memory_limit": "1GB",
     # Digits are a token each: 4000 characters are about half of the published response budget of 8192 tokens.
     "max_output_chars": 4000,
+    # Modules that code may import beside the default set, also libraries: RETOOL_ALLOWED_MODULES=numpy,sympy. They are
+    # named in the tool's description, in RL and SFT alike.
+    "allowed_modules": tuple(filter(None, re.split(r"[\s,]+", os.environ.get("RETOOL_ALLOWED_MODULES", "")))),
     # Of the last episodes, how many may be lost to failures of the engine or the sandbox before the run is stopped.
     "max_failure_rate": 0.5,
 }
@@ -110,11 +115,14 @@ class PythonSandbox:
             layers_off: layers of the jail to leave out, of `LAYERS`. For tests, which try each layer alone.
 
         Raises:
-            ValueError: the memory limit cannot be read.
+            ValueError: the memory limit cannot be read, or TOOL_CONFIGS["allowed_modules"] names a module that is not
+                there.
         """
+        for name in TOOL_CONFIGS["allowed_modules"]:
+            _check_installed(name)
         self.timeout = float(timeout)
         self.memory_bytes = _memory_bytes(memory_limit)
-        self.allowed_modules = set(policy.DEFAULT_MODULES)
+        self.allowed_modules = {*names.DEFAULT_MODULES, *TOOL_CONFIGS["allowed_modules"]}
         self._layers_off = tuple(layers_off)
 
     async def execute_code(self, code: str) -> ToolOutput:
@@ -134,10 +142,19 @@ class PythonSandbox:
             return ToolOutput(f"Error: {review.unreadable}", "error")
         key = worker_key(review.imports, frozenset(self.allowed_modules), self.memory_bytes, self._layers_off)
         packages = {module.split(".")[0] for module in review.imports}
-        draws = bool(key.libraries) or not packages.isdisjoint(policy.RANDOM_MODULES)
-        request = wire.request(review.shown, draws, self.timeout, code)
+        draws = bool(key.libraries) or not packages.isdisjoint(names.RANDOM_MODULES)
+        needs = wire.DRAWS * draws | wire.GUARDED * review.guarded
+        request = wire.request(review.shown, needs, self.timeout, code)
         reply = await call.run(key, request, self.timeout, keep=4 * most)
         return observation(reply, self.timeout, self.memory_bytes, most)
+
+    def preload(self) -> None:
+        """Have the workers started that calls will need, libraries loaded; returns at once. Calls do not depend on it."""
+        allowed = frozenset(self.allowed_modules)
+        for key in {
+            worker_key(imports, allowed, self.memory_bytes, self._layers_off) for imports in [(), *zip(allowed)]
+        }:
+            POOL.start(key)
 
     def _check_code_safety(self, code: str) -> tuple[bool, str]:
         """Whether the code may run. A test or a user may replace this on an instance; it is looked up for each call.
@@ -152,6 +169,18 @@ class PythonSandbox:
         else:
             message = reviewer.review_here(code, frozenset(self.allowed_modules)).refusal
         return not message, message
+
+
+def _check_installed(module: str) -> None:
+    try:
+        found = importlib.util.find_spec(module)
+    except (ImportError, ValueError):
+        found = None
+    if found is None:
+        raise ValueError(
+            f"RETOOL_ALLOWED_MODULES (TOOL_CONFIGS['allowed_modules']) names {module!r}, which cannot be imported by "
+            f"{sys.executable}: install it there, or leave it out"
+        )
 
 
 def _memory_bytes(limit: int | str) -> int:
@@ -179,7 +208,7 @@ class ToolRegistry:
         self.tools: dict[str, dict[str, Any]] = {}
         self._handlers: dict[str, ToolHandler | None] = {}
         self.python_sandbox = PythonSandbox()
-        self.register_tool(CODE_TOOL, CODE_INTERPRETER, self._run_code)
+        self.register_tool(CODE_TOOL, code_interpreter_spec(TOOL_CONFIGS["allowed_modules"]), self._run_code)
 
     def register_tool(self, name: str, spec: dict[str, Any], handler: ToolHandler | None = None) -> None:
         """Add or replace a tool.

@@ -17,15 +17,20 @@ import random
 import resource
 import signal
 import socket
+import string
 import struct
 import sys
+import time
 import traceback
+import types
+from functools import partial
 
 # What the host has under the same names in ``wire.py``.
 MAX_RECORD_BYTES = 32768
 MAX_REQUEST_BYTES = 1 << 16
 OUTPUT, ERRORS, DONE, RAISED, NO_MEMORY = b"o", b"e", b"D", b"E", b"M"
 CPU_TIME_UP, STARVED = 71, 72
+DRAWS, GUARDED = 1, 2
 
 CHATTY_RECORDS = 16  # records of a stream after which it is flushed by a timer and no longer at each line
 FLUSH_SECONDS = 0.05
@@ -33,8 +38,10 @@ RETRY_SECONDS = 0.001  # where the timer met a stream in the middle of a write
 # How much later than by its own timer the kernel ends a call that is busy in C and lets no handler run.
 GRACE_SECONDS = 0.25
 MAX_TRACEBACK_CALLS = 8
+MAX_CAUSES = 4  # that are shown of a chain of exceptions, the last ones
 MAX_MESSAGE_CHARS = 2000
 SOURCE_NAME = "<code>"
+NAME_CHARACTERS = frozenset(string.ascii_letters + string.digits + "_.[], |")
 
 # What `re`, `random`, `traceback` and Python itself (for long integers) import late, each in some version. No path can
 # be opened then, so it is loaded beforehand.
@@ -70,6 +77,7 @@ def preload(settings) -> None:
         codecs.lookup(name)
     if not settings.libraries:
         sys.path.clear()  # nothing there can be opened later; the import machinery shall not try
+    sys.argv = [""]
     vars(builtins).update(exit=sys.exit, quit=sys.exit)
     if hasattr(sys, "set_int_max_str_digits"):
         sys.set_int_max_str_digits(0)  # number theory prints long integers; the clock bounds what that costs
@@ -179,7 +187,28 @@ def _shorten(text: str, most: int) -> str:
 
 
 def describe(error: BaseException, source: str) -> str:
-    """A short traceback in the code's own line numbers; frames of libraries are left out, deep recursion is cut."""
+    """A short traceback in the code's own line numbers, after those of the exceptions that led to it."""
+    chain = [error]
+    joints = []
+    while len(chain) < MAX_CAUSES:
+        last = chain[-1]
+        cause = last.__cause__ or (None if last.__suppress_context__ else last.__context__)
+        if cause is None or cause in chain:
+            break
+        joints.append(
+            "The above exception was the direct cause of the following exception:"
+            if last.__cause__
+            else "During handling of the above exception, another exception occurred:"
+        )
+        chain.append(cause)
+    parts = [describe_one(chain.pop(), source)]
+    while chain:
+        parts += [joints.pop(), describe_one(chain.pop(), source)]
+    return "\n\n".join(parts)
+
+
+def describe_one(error: BaseException, source: str) -> str:
+    """Frames of libraries are left out, deep recursion is cut."""
     lines = source.split("\n")
     calls = [
         (frame.f_code.co_name, number)
@@ -201,6 +230,107 @@ def describe(error: BaseException, source: str) -> str:
     message = "".join(traceback.format_exception_only(type(error), error)).rstrip("\n")
     message = message.replace(f'  File "{SOURCE_NAME}", line ', "  line ")
     return "\n".join([*heading, *shown, _shorten(message, MAX_MESSAGE_CHARS)])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Guards: what the source policy lets through because it is looked at here. Advisory like all of that policy, and put up
+# only for a call whose review asks for it, in its own child.
+
+
+class _Sys(types.ModuleType):
+    """A stand-in for `sys`, with what is harmless of it; its streams are Python's own, also when they are replaced."""
+
+    def __getattr__(self, name):
+        if name in ("stdout", "stderr"):
+            return getattr(sys, name)
+        raise AttributeError(f"'sys.{name}' is not available")
+
+    def __setattr__(self, name, value):
+        if name in ("stdout", "stderr"):
+            setattr(sys, name, value)
+        else:
+            super().__setattr__(name, value)
+
+
+class Guards:
+    """Made once in the worker, since a child would have to make each object anew."""
+
+    def __init__(self, settings):
+        self.forbidden = frozenset(settings.forbidden_attributes)
+        self.special = frozenset(settings.special_attributes)
+        self.stand_ins = {"sys": _Sys("sys"), "timeit": types.ModuleType("timeit")}
+        public = {name: getattr(sys, name) for name in settings.stand_ins["sys"] if name not in ("stdout", "stderr")}
+        if "setrecursionlimit" in public:
+            public["setrecursionlimit"] = lambda limit: sys.setrecursionlimit(min(limit, settings.max_recursion))
+        vars(self.stand_ins["sys"]).update(public)
+        vars(self.stand_ins["timeit"]).update(default_timer=time.perf_counter, timeit=_timeit, repeat=_repeat)
+        for name, public_names in settings.stand_ins.items():
+            vars(self.stand_ins[name])["__all__"] = public_names
+        self.names = {name: partial(_unavailable, name) for name in settings.own_names}
+        self.names |= {"getattr": self.getattr, "setattr": self.setattr, "delattr": self.delattr}
+
+    def put_up(self, namespace: dict) -> None:
+        """In this child, for code that runs in `namespace`."""
+        plain_import = builtins.__import__
+
+        def import_module(name, names=None, *arguments, **options):
+            stand_in = self.stand_ins.get(name) if names is namespace else None
+            return stand_in or plain_import(name, names, *arguments, **options)
+
+        vars(builtins)["__import__"] = import_module
+        namespace.update(self.names)
+        if "typing" in sys.modules:
+            sys.modules["typing"].get_type_hints = partial(_type_hints, sys.modules["typing"].get_type_hints)
+
+    def check(self, value, name) -> None:
+        if not isinstance(name, str):
+            return  # Python's own matter
+        special = name.startswith("__") and name.endswith("__") and name not in self.special
+        if special or name in self.forbidden or (isinstance(value, types.ModuleType) and name.startswith("_")):
+            raise AttributeError(f"the attribute {name!r} is not available")
+
+    def getattr(self, value, name, *default):
+        self.check(value, name)
+        found = getattr(value, name, *default)
+        if isinstance(value, types.ModuleType) and isinstance(found, types.ModuleType):
+            raise AttributeError(f"module {name!r}, reached through another, is not available")
+        return found
+
+    def setattr(self, target, name, value):
+        self.check(target, name)
+        setattr(target, name, value)
+
+    def delattr(self, target, name):
+        self.check(target, name)
+        delattr(target, name)
+
+
+def _unavailable(name, *_arguments, **_options):
+    raise NameError(f"{name!r} is not available before it is assigned")
+
+
+def _timeit(stmt=None, setup=None, timer=time.perf_counter, number=1_000_000, globals=None):
+    for function in (stmt, setup):
+        if function is not None and not callable(function):
+            raise TypeError("timeit takes functions here, not programs as strings")
+    if setup:
+        setup()
+    started = timer()
+    for _ in range(number if stmt else 0):
+        stmt()
+    return timer() - started
+
+
+def _repeat(stmt=None, setup=None, timer=time.perf_counter, repeat=5, number=1_000_000, globals=None):
+    return [_timeit(stmt, setup, timer, number) for _ in range(repeat)]
+
+
+def _type_hints(plain, value, *arguments, **options):
+    """For functools.singledispatch, which has annotations evaluated: strings that are more than names stay strings."""
+    for annotation in getattr(value, "__annotations__", {}).values():
+        if isinstance(annotation, str) and not set(annotation) <= NAME_CHARACTERS:
+            raise TypeError(f"the annotation {annotation!r} is not available. Write the type out.")
+    return plain(value, *arguments, **options)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -239,12 +369,12 @@ def execute(shown: tuple[int, int], source: bytes, namespace: dict) -> tuple[byt
     return DONE, ""
 
 
-def run_call(call: socket.socket, namespace: dict, random_states: list) -> None:
+def run_call(call: socket.socket, namespace: dict, random_states: list, guards: Guards) -> None:
     """Read the request from `call`, run it, send the records. The process ends after this.
 
     A request is a line and the source. In the line are the first and the last byte of a last expression whose value is
-    to be shown (0 0: there is none), whether the code may draw random numbers (0 or 1), and the milliseconds of
-    processor time that it may use.
+    to be shown (0 0: there is none), what the call needs (DRAWS, GUARDED), and the milliseconds of processor time that
+    it may use.
     """
     request = call.recv(MAX_REQUEST_BYTES)
     if not request:
@@ -252,10 +382,12 @@ def run_call(call: socket.socket, namespace: dict, random_states: list) -> None:
     STDOUT.records.call = STDERR.records.call = call.fileno()
     try:
         numbers, _, source = request.partition(b"\n")
-        start, end, draws, milliseconds = map(int, numbers.split())
+        start, end, needs, milliseconds = map(int, numbers.split())
         limit_time(milliseconds / 1000)
-        if draws:
+        if needs & DRAWS:
             seed(random_states)
+        if needs & GUARDED:
+            guards.put_up(namespace)
         letter, text = execute((start, end), source, namespace)
     except MemoryError:
         letter, text = NO_MEMORY, "MemoryError"

@@ -28,7 +28,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from retool.sandbox import policy, wire
+from retool.sandbox import names, policy, wire
 from retool.sandbox.processes import start_python
 from retool.sandbox.results import SandboxError
 
@@ -51,7 +51,7 @@ COMMON_MODULES = frozenset(
     "__future__ abc bisect cmath collections contextlib copy decimal enum fractions functools heapq itertools math"
     " numbers operator random re statistics string time".split()
 )
-ALL_MODULES = policy.DEFAULT_MODULES | {policy.DATE_PARSER}
+ALL_MODULES = names.DEFAULT_MODULES | {policy.DATE_PARSER, "shutil"}  # two that `time` and `argparse` import late
 FIRST_PRIVATE_USER = 1_900_000_000  # above the ranges that distributions and container engines hand out
 
 
@@ -75,7 +75,7 @@ def worker_key(
     common, standard, libraries = _loaded(allowed)
     if any(policy.is_allowed(name, frozenset(libraries)) for name in imports if libraries):
         return WorkerKey(standard, libraries, memory_bytes, layers_off)
-    plain = {name.split(".")[0] for name in imports} <= COMMON_MODULES
+    plain = {name.split(".")[0] for name in imports} <= COMMON_MODULES | (names.STAND_INS.keys() - allowed)
     return WorkerKey(common if plain else standard, (), memory_bytes, layers_off)
 
 
@@ -179,8 +179,8 @@ def start_worker(key: WorkerKey) -> Worker:
     try:
         descriptor = theirs.fileno()
         folders = [os.fspath(file.parent) for file in (WORKER_FILE, NOTEBOOK_FILE)]
-        names = [file.stem for file in (WORKER_FILE, NOTEBOOK_FILE)]
-        process = start_python("-c", WORKER_START, *folders, *names, str(descriptor), pass_fds=[descriptor])
+        stems = [file.stem for file in (WORKER_FILE, NOTEBOOK_FILE)]
+        process = start_python("-c", WORKER_START, *folders, *stems, str(descriptor), pass_fds=[descriptor])
     except SandboxError:
         ours.close()
         raise
@@ -195,6 +195,11 @@ def start_worker(key: WorkerKey) -> Worker:
             "memory_bytes": key.memory_bytes,
             "user_id": FIRST_PRIVATE_USER + os.getpid(),
             "layers_off": key.layers_off,
+            "forbidden_attributes": sorted(names.FORBIDDEN_ATTRIBUTES),
+            "special_attributes": sorted(names.READABLE_DUNDERS | names.SPECIAL_METHODS),
+            "own_names": sorted(names.OWN_NAMES),
+            "stand_ins": {module: sorted(public) for module, public in names.STAND_INS.items()},
+            "max_recursion": names.MAX_RECURSION,
         }
         ours.settimeout(MAX_START_SECONDS)
         ours.send(marshal.dumps(settings))
@@ -296,6 +301,13 @@ class Pool:
             started = place.worker()
             yield started if started else await asyncio.shield(asyncio.wrap_future(place.future))
         finally:
+            with self._lock:
+                place.calls -= 1
+
+    def start(self, key: WorkerKey) -> None:
+        """Have a worker started that the next calls will find; one that does not start, they will be told of."""
+        with contextlib.suppress(SandboxError):
+            place = self._reserve(key)
             with self._lock:
                 place.calls -= 1
 

@@ -14,6 +14,7 @@ import socket
 import subprocess
 import threading
 import time
+from pathlib import Path
 
 from retool.sandbox import policy
 from retool.sandbox.processes import start_python
@@ -21,6 +22,11 @@ from retool.sandbox.results import SandboxError
 
 LONG_CODE_CHARS = 1000  # about half a millisecond
 MAX_REVIEW_SECONDS = 20.0  # the longest source takes about one
+REVIEWER_START = (
+    "-c",
+    "import sys; sys.path.insert(0, sys.argv[1]); from retool.sandbox import policy; policy.main()",
+    str(Path(__file__).parents[2]),
+)
 ENDED_BY_SOURCE = {-signal.SIGSEGV, -signal.SIGABRT, -signal.SIGBUS}
 
 
@@ -85,8 +91,8 @@ class Reviewer:
                     raise SandboxError(f"the process that reviews sources ended with exit status {status}")
                 problem = "Python's parser crashed on the code. Write it in a simpler way."
                 return policy.Review(refusal=problem, unreadable=problem)
-        refusal, unreadable, shown, imports = json.loads(answer)
-        return policy.Review(refusal, unreadable, tuple(shown), tuple(imports))
+        refusal, unreadable, shown, imports, guarded = json.loads(answer)
+        return policy.Review(refusal, unreadable, tuple(shown), tuple(imports), guarded)
 
     def _exchange(self, request: bytes) -> bytes:
         """Its answer, or as much as it wrote before it died; TimeoutError: it is slower than any source can be."""
@@ -113,7 +119,7 @@ class Reviewer:
     def _start(self) -> None:
         ours, theirs = socket.socketpair()
         try:
-            self._process = start_python(policy.__file__, stdin=theirs, stdout=theirs)
+            self._process = start_python(*REVIEWER_START, stdin=theirs, stdout=theirs)
         except BaseException:
             ours.close()
             raise

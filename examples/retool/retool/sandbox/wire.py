@@ -34,14 +34,18 @@ NOT_CONFINED = b"S"  # the step and the error that kept the child from confining
 # once waited for anything but the processor.
 CPU_TIME_UP, STARVED = 71, 72
 
+# What a call needs, as bits of a number in its request: random states of its own; what the source policy counts on to
+# be looked at while the code runs.
+DRAWS, GUARDED = 1, 2
 
-def request(shown: tuple[int, int], draws: bool, cpu_seconds: float, code: str) -> bytes:
+
+def request(shown: tuple[int, int], needs: int, cpu_seconds: float, code: str) -> bytes:
     """The one record that the host sends to a call.
 
     Args:
         shown: first and last byte of a last expression whose value is to be shown; (0, 0): there is none.
-        draws: whether the code may draw random numbers.
+        needs: DRAWS where the code may draw random numbers, GUARDED where its review says so.
         cpu_seconds: of processor time, after which the call ends.
         code: the source.
     """
-    return b"%d %d %d %d\n%b" % (*shown, draws, round(cpu_seconds * 1000), code.encode())
+    return b"%d %d %d %d\n%b" % (*shown, needs, round(cpu_seconds * 1000), code.encode())

@@ -7,7 +7,7 @@ of the control socket.
 
     host -- control (SEQPACKET) --------------> worker   its settings, marshalled; answered by the text of a dict
          -- control: FORK + descriptors ------> worker   fork a child for each, which owns this descriptor
-         -- call (SEQPACKET, the descriptor) -> child    one record: three numbers and the source
+         -- call (SEQPACKET, the descriptor) -> child    one record: four numbers and the source
          <- call ------------------------------ child    records: a letter, then bytes
          <- call ------------------------------ worker   STATUS + exit status, after the child was reaped
     host shuts its sending side of the call --> worker   the wall clock's limit is up: the child is told to flush and end
@@ -50,6 +50,7 @@ FORK, STATUS, USED, NOT_CONFINED = b"F", b"X", b"T", b"S"
 
 SETUP_FAILED = 70  # exit status of a child that could not confine itself; its source stays unread
 CHILD_NICE = 5  # at least; with 19, children pile up half done while others start: a tenth fewer calls a second
+MAX_STACK_BYTES = 64 * 1024**2  # for deep recursion; the kernel keeps some 128 MB free for a stack to grow
 MAX_CHILD_DESCRIPTORS = 16  # numbers that a child may use; those of open descriptors may be higher
 
 # What the host wants of this worker: the first record on the control socket.
@@ -63,6 +64,12 @@ Settings = namedtuple(
         "memory_bytes",  # what one call may add to the worker's own address space
         "user_id",  # for a host that is root
         "layers_off",  # to leave out; for tests
+        # What `notebook.Guards` needs.
+        "forbidden_attributes",
+        "special_attributes",
+        "own_names",
+        "stand_ins",
+        "max_recursion",
     ),
 )
 
@@ -373,6 +380,8 @@ def limit_resources(confinement: Confinement) -> None:
         mapped = int(statm.read().split()[0]) * resource.getpagesize()
     limit = at_most(resource.RLIMIT_AS, mapped + confinement.settings.memory_bytes)
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    stack, hard = at_most(resource.RLIMIT_STACK, MAX_STACK_BYTES), resource.getrlimit(resource.RLIMIT_STACK)[1]
+    resource.setrlimit(resource.RLIMIT_STACK, (stack, hard))
     for name in ("CORE", "FSIZE", "MEMLOCK", "MSGQUEUE"):
         resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (0, 0))
     for name, most in (("NPROC", 0), ("NOFILE", at_most(resource.RLIMIT_NOFILE, MAX_CHILD_DESCRIPTORS))):
@@ -533,6 +542,7 @@ class Worker:
         # Where calls run: dataclasses and typing look names up there.
         self.main_module = sys.modules["__main__"] = types.ModuleType("__main__")
         self.random_states = confinement.notebook.random_states()
+        self.guards = confinement.notebook.Guards(confinement.settings)
         # By descriptor: the worker's copy of it, the child's process id.
         self.calls: dict[int, tuple[socket.socket, int]] = {}
         self.descriptors: dict[int, int] = {}  # by process id
@@ -568,7 +578,9 @@ class Worker:
             if process == 0:
                 try:
                     self.become_child(call.fileno(), highest)
-                    self.confinement.notebook.run_call(call, self.main_module.__dict__, self.random_states)
+                    self.confinement.notebook.run_call(
+                        call, self.main_module.__dict__, self.random_states, self.guards
+                    )
                     os._exit(0)
                 finally:
                     os._exit(SETUP_FAILED)
