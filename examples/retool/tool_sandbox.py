@@ -42,7 +42,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 from retool.chat import CODE_INTERPRETER, CODE_TOOL, SYSTEM_PROMPT, code_interpreter_spec, neutralize, shorten
-from retool.sandbox import call, names, policy, reviewer, wire
+from retool.sandbox import call, names, policy, ray_pool, reviewer, wire
 from retool.sandbox.pool import POOL, worker_key
 from retool.sandbox.results import SandboxError, ToolOutput, observation
 from retool.sandbox.semaphore import ProcessSemaphore
@@ -85,6 +85,19 @@ TOOL_CONFIGS: dict[str, Any] = {
 
 SEMAPHORE = ProcessSemaphore(TOOL_CONFIGS["tool_concurrency"])
 os.register_at_fork(after_in_child=SEMAPHORE.after_fork)
+
+
+def _scale_concurrency(nodes: int) -> None:
+    if isinstance(SEMAPHORE, ProcessSemaphore):
+        SEMAPHORE.resize(TOOL_CONFIGS["tool_concurrency"] * max(1, nodes))
+
+
+# Where calls run: in this process's own sandbox, or on all nodes of the Ray cluster, which the limit then grows with.
+if (_WHERE := os.environ.get("RETOOL_SANDBOX", "local")) not in ("local", "ray"):
+    raise ValueError(
+        f"RETOOL_SANDBOX is {_WHERE!r}: calls run 'local', in this process's sandbox, or on nodes of 'ray'"
+    )
+CLUSTER = ray_pool.Cluster(on_change=_scale_concurrency) if _WHERE == "ray" else None
 
 
 class _ReviewedCode(str):
@@ -145,7 +158,8 @@ class PythonSandbox:
         draws = bool(key.libraries) or not packages.isdisjoint(names.RANDOM_MODULES)
         needs = wire.DRAWS * draws | wire.GUARDED * review.guarded
         request = wire.request(review.shown, needs, self.timeout, code)
-        reply = await call.run(key, request, self.timeout, keep=4 * most)
+        run = CLUSTER.run if CLUSTER else call.run
+        reply = await run(key, request, self.timeout, keep=4 * most)
         return observation(reply, self.timeout, self.memory_bytes, most)
 
     def preload(self) -> None:
@@ -154,7 +168,7 @@ class PythonSandbox:
         for key in {
             worker_key(imports, allowed, self.memory_bytes, self._layers_off) for imports in [(), *zip(allowed)]
         }:
-            POOL.start(key)
+            CLUSTER.preload(key) if CLUSTER else POOL.start(key)
 
     def _check_code_safety(self, code: str) -> tuple[bool, str]:
         """Whether the code may run. A test or a user may replace this on an instance; it is looked up for each call.
@@ -276,5 +290,7 @@ def shutdown() -> None:
 
     Calls in flight end with a SandboxError. For tests; at the exit of the process it happens by itself.
     """
+    if CLUSTER:
+        CLUSTER.close()
     POOL.close()
     reviewer.REVIEWER.close()

@@ -626,6 +626,7 @@ def test_handed_useful(case):
         ("from functools import cache\nimport sys\nsys.setrecursionlimit(50000)\n@cache\ndef f(n): return n and f(n - 1)\nf(9000)", "0"),
         ("from sys import *\nprint(maxsize > 0)", "Output:\nTrue"),
         ("import timeit\ntimeit.timeit('print(1)', number=1)", "TypeError: timeit takes functions here"),
+        ("import doctest\ndoctest.testmod()", "TestResults(failed=0, attempted=0)"),
         ("import contextlib, sys\nx = []\nclass W:\n    def write(self, s): x.append(s)\n    def flush(self): pass\nwith contextlib.redirect_stdout(W()): sys.stdout.write('a')\nprint(x)", "['a']"),
     ],
 )  # fmt: skip

@@ -15,6 +15,7 @@ STAND_INS = {
         "argv byteorder exit float_info getrecursionlimit getsizeof get_int_max_str_digits hash_info hexversion int_info"
         " maxsize maxunicode platform set_int_max_str_digits setrecursionlimit stderr stdout version version_info".split()
     ),
+    "doctest": frozenset({"testmod"}),  # finds no tests: they would be programs as strings
     "timeit": frozenset({"default_timer", "repeat", "timeit"}),  # the real one takes programs as strings
 }
 MAX_RECURSION = 100_000

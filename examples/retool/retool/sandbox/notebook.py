@@ -23,6 +23,7 @@ import sys
 import time
 import traceback
 import types
+from collections import namedtuple
 from functools import partial
 
 # What the host has under the same names in ``wire.py``.
@@ -258,12 +259,13 @@ class Guards:
     def __init__(self, settings):
         self.forbidden = frozenset(settings.forbidden_attributes)
         self.special = frozenset(settings.special_attributes)
-        self.stand_ins = {"sys": _Sys("sys"), "timeit": types.ModuleType("timeit")}
+        self.stand_ins = {name: (_Sys if name == "sys" else types.ModuleType)(name) for name in settings.stand_ins}
         public = {name: getattr(sys, name) for name in settings.stand_ins["sys"] if name not in ("stdout", "stderr")}
         if "setrecursionlimit" in public:
             public["setrecursionlimit"] = lambda limit: sys.setrecursionlimit(min(limit, settings.max_recursion))
         vars(self.stand_ins["sys"]).update(public)
         vars(self.stand_ins["timeit"]).update(default_timer=time.perf_counter, timeit=_timeit, repeat=_repeat)
+        vars(self.stand_ins["doctest"]).update(testmod=_testmod)
         for name, public_names in settings.stand_ins.items():
             vars(self.stand_ins[name])["__all__"] = public_names
         self.names = {name: partial(_unavailable, name) for name in settings.own_names}
@@ -280,7 +282,8 @@ class Guards:
         vars(builtins)["__import__"] = import_module
         namespace.update(self.names)
         if "typing" in sys.modules:
-            sys.modules["typing"].get_type_hints = partial(_type_hints, sys.modules["typing"].get_type_hints)
+            typing = vars(sys.modules["typing"])
+            typing["get_type_hints"] = partial(_type_hints, typing["get_type_hints"])
 
     def check(self, value, name) -> None:
         if not isinstance(name, str):
@@ -323,6 +326,13 @@ def _timeit(stmt=None, setup=None, timer=time.perf_counter, number=1_000_000, gl
 
 def _repeat(stmt=None, setup=None, timer=time.perf_counter, repeat=5, number=1_000_000, globals=None):
     return [_timeit(stmt, setup, timer, number) for _ in range(repeat)]
+
+
+TestResults = namedtuple("TestResults", ("failed", "attempted"))
+
+
+def _testmod(*_arguments, **_options):
+    return TestResults(0, 0)
 
 
 def _type_hints(plain, value, *arguments, **options):

@@ -242,7 +242,7 @@ def _library_paths(libraries: tuple[str, ...]) -> _LibraryPaths:
     sites = [path for path in sys.path if os.path.basename(path) in ("site-packages", "dist-packages")]
     specs = [importlib.util.find_spec(name) for name in libraries]
     found = [spec for spec in specs if spec]
-    places = [str(place) for spec in found for place in spec.submodule_search_locations or [spec.origin]]
+    places = [str(place) for spec in found for place in (spec.submodule_search_locations or (spec.origin,))]
     places = [place for place in places if os.path.exists(place)]
     parents = [os.path.dirname(place) for place in places]
     return _LibraryPaths(list(dict.fromkeys(sites + parents)), list(dict.fromkeys(sites + places)))
