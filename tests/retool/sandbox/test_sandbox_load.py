@@ -360,6 +360,21 @@ def test_a_module_of_one_file_is_found_and_its_neighbours_are_not(monkeypatch, t
     assert "PermissionError" in asyncio.run(sandbox.execute_code(code))
 
 
+def test_a_library_that_wants_a_folder_for_its_cache_has_one_while_it_is_loaded_and_leaves_none(monkeypatch, tmp_path):
+    """As matplotlib does, whose part for plots cannot be imported without."""
+    (tmp_path / "wants_cache.py").write_text(
+        "import os, pathlib, tempfile\nfolder = pathlib.Path(os.environ['XDG_CACHE_HOME'])\n"
+        "(folder / 'cache').write_text('x')\n(pathlib.Path(os.environ['MPLCONFIGDIR']) / 'fonts').write_text('y')\n"
+        "LEFT = str(folder)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    sandbox = jail.sandbox()
+    sandbox.allowed_modules.add("wants_cache")
+    code = "import wants_cache, os\nprint(wants_cache.LEFT, 'XDG_CACHE_HOME' in os.environ)"
+    folder, remains = asyncio.run(sandbox.execute_code(code)).removeprefix("Output:\n").split()
+    assert remains == "False" and "retool-cache-" in folder and not os.path.exists(folder)
+
+
 def test_an_error_can_be_read_where_the_plugin_is_not(tmp_path):
     """As in a driver of Ray, which shows the error that ended the rollout."""
     error = pickle.dumps(SandboxError("no worker"))

@@ -9,6 +9,7 @@ NO_MEMORY + text (ran out of memory).
 
 import builtins
 import codecs
+import contextlib
 import gc
 import importlib
 import io
@@ -47,6 +48,7 @@ NAME_CHARACTERS = frozenset(string.ascii_letters + string.digits + "_.[], |")
 # What `re`, `random`, `traceback` and Python itself (for long integers) import late, each in some version. No path can
 # be opened then, so it is loaded beforehand.
 LATE_MODULES = ("unicodedata", "_sha2", "_pylong", "_colorize", "linecache", "tokenize")
+LATE_PARTS = {"matplotlib": ("matplotlib.pyplot",)}  # of libraries
 LATE_CODECS = (
     "ascii latin-1 utf-8 utf-8-sig utf-16 utf-16-le utf-16-be utf-32 utf-32-le utf-32-be utf-7 cp437 cp1252"
     " unicode_escape raw_unicode_escape punycode".split()
@@ -64,16 +66,11 @@ def preload(settings) -> None:
     """
     sys.stdin, sys.stdout, sys.stderr = None, STDOUT, STDERR
     sys.path.extend(settings.paths)
-    for name in (*settings.modules, *LATE_MODULES, *settings.libraries):
-        try:
-            module = importlib.import_module(name)
-        except ImportError:
-            continue  # not there, or not on this Python: the code that imports it is told so
-        for attribute in dir(module) if name in settings.libraries else ():
-            try:
-                getattr(module, attribute)  # numpy and scipy import their parts when they are first asked for
-            except Exception:
-                pass  # the library's own matter
+    for name in (*settings.modules, *LATE_MODULES):
+        with contextlib.suppress(ImportError):  # not on this Python: the code that imports it is told so
+            importlib.import_module(name)
+    if settings.libraries:
+        load_libraries(settings.libraries)
     for name in LATE_CODECS:
         codecs.lookup(name)
     if not settings.libraries:
@@ -84,6 +81,29 @@ def preload(settings) -> None:
         sys.set_int_max_str_digits(0)  # number theory prints long integers; the clock bounds what that costs
     execute((0, 0), b"print(*(x for x in ()), end='')", {})
     execute((0, 4), b"None", {})
+
+
+def load_libraries(libraries) -> None:
+    """With their parts, of which numpy and scipy import some when they are first asked for, and matplotlib one that
+    insists on a folder for its cache: libraries have such a folder for as long as they are loaded."""
+    import shutil
+    import tempfile
+
+    folder = tempfile.mkdtemp(prefix="retool-cache-")
+    places = dict.fromkeys(("HOME", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "MPLCONFIGDIR"), folder)
+    os.environ.update(places, MPLBACKEND="agg")
+    try:
+        for name in libraries:
+            for module in (name, *LATE_PARTS.get(name, ())):
+                with contextlib.suppress(ImportError):
+                    importlib.import_module(module)
+            for attribute in dir(sys.modules.get(name)):
+                with contextlib.suppress(Exception):  # the library's own matter
+                    getattr(sys.modules[name], attribute)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        for name in places:
+            del os.environ[name]
 
 
 def random_states() -> list:
