@@ -16,7 +16,7 @@ from pathlib import Path
 import jail
 import pytest
 import tool_sandbox
-from retool.sandbox import pool, reviewer
+from retool.sandbox import call, pool, reviewer
 from retool.sandbox.pool import POOL
 from retool.sandbox.semaphore import ProcessSemaphore
 from tool_sandbox import PythonSandbox, SandboxError
@@ -34,13 +34,13 @@ def fresh_workers():
 def gather(calls, in_flight: int) -> list:
     """The results of coroutines, so many at a time; an exception in place of a result that there is not."""
 
-    async def limited(semaphore, call):
+    async def limited(semaphore, one):
         async with semaphore:
-            return await call
+            return await one
 
     async def all_of_them():
         semaphore = asyncio.Semaphore(in_flight)
-        return await asyncio.gather(*[limited(semaphore, call) for call in calls], return_exceptions=True)
+        return await asyncio.gather(*[limited(semaphore, one) for one in calls], return_exceptions=True)
 
     return asyncio.run(all_of_them())
 
@@ -306,12 +306,15 @@ def test_a_call_that_waits_for_nothing_is_the_models_mistake(code):
     assert jail.run(code, timeout=0.3).outcome == "timeout"
 
 
-@pytest.mark.parametrize("code", ["while True: pass", "10 ** 10 ** 8", "x = 3\nwhile True: x = x * x % 10**5000"])
-def test_processor_time_is_limited_whatever_the_code_does(code):
+@pytest.mark.parametrize(
+    "code", ["while True: pass", "10 ** 10 ** 8", "sum(range(10**12))", "import itertools\nmax(itertools.count())"]
+)
+def test_processor_time_is_limited_whatever_the_code_does(monkeypatch, code):
+    monkeypatch.setattr(call, "WALL_FACTOR", 80)
     started = time.monotonic()
     result = jail.run("print('kept')\n" + code, timeout=0.5)
     assert result.outcome == "timeout" and "kept" in result
-    assert time.monotonic() - started < 2.0 or os.getloadavg()[0] > os.cpu_count()
+    assert time.monotonic() - started < 30
 
 
 # ---------------------------------------------------------------------------------------------------------------------
