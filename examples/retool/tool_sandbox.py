@@ -8,6 +8,8 @@
             control socket ---------------------------------- | --> worker: confined once, forks, kills, reaps
         call: source, records of output --------------------- | --> child: confined, runs one call, exits
 
+With RETOOL_SANDBOX=ray, `execute_code` hands the call to a node of the Ray cluster instead, whose own pool runs it.
+
 Contract. Whatever the model's code does is an observation: a text (``ToolOutput``) that says what was printed or went
 wrong. Whatever the sandbox does wrong is an infrastructure error (``SandboxError``), never an observation, since a
 model must not be trained on it. Cancelling the task that awaits a call ends the call at once. Nothing starts at import;
@@ -43,7 +45,7 @@ from typing import Any
 
 from retool.chat import CODE_INTERPRETER, CODE_TOOL, SYSTEM_PROMPT, code_interpreter_spec, neutralize, shorten
 from retool.sandbox import call, names, policy, ray_pool, reviewer, wire
-from retool.sandbox.pool import POOL, worker_key
+from retool.sandbox.pool import POOL, worker_key, worker_keys
 from retool.sandbox.results import SandboxError, ToolOutput, observation
 from retool.sandbox.semaphore import ProcessSemaphore
 from retool.sandbox.wire import LAYERS
@@ -92,12 +94,17 @@ def _scale_concurrency(nodes: int) -> None:
         SEMAPHORE.resize(TOOL_CONFIGS["tool_concurrency"] * max(1, nodes))
 
 
-# Where calls run: in this process's own sandbox, or on all nodes of the Ray cluster, which the limit then grows with.
-if (_WHERE := os.environ.get("RETOOL_SANDBOX", "local")) not in ("local", "ray"):
-    raise ValueError(
-        f"RETOOL_SANDBOX is {_WHERE!r}: calls run 'local', in this process's sandbox, or on nodes of 'ray'"
-    )
-CLUSTER = ray_pool.Cluster(on_change=_scale_concurrency) if _WHERE == "ray" else None
+def _cluster() -> ray_pool.Cluster | None:
+    """Where calls run: None, in this process's own sandbox; else on all nodes of the Ray cluster."""
+    where = os.environ.get("RETOOL_SANDBOX", "local")
+    if where not in ("local", "ray"):
+        raise ValueError(
+            f"RETOOL_SANDBOX is {where!r}: calls run 'local', in this process's sandbox, or on nodes of 'ray'"
+        )
+    return ray_pool.Cluster(on_change=_scale_concurrency) if where == "ray" else None
+
+
+CLUSTER = _cluster()
 
 
 class _ReviewedCode(str):
@@ -164,10 +171,7 @@ class PythonSandbox:
 
     def preload(self) -> None:
         """Have the workers started that calls will need, libraries loaded; returns at once. Calls do not depend on it."""
-        allowed = frozenset(self.allowed_modules)
-        for key in {
-            worker_key(imports, allowed, self.memory_bytes, self._layers_off) for imports in [(), *zip(allowed)]
-        }:
+        for key in worker_keys(frozenset(self.allowed_modules), self.memory_bytes, self._layers_off):
             CLUSTER.preload(key) if CLUSTER else POOL.start(key)
 
     def _check_code_safety(self, code: str) -> tuple[bool, str]:

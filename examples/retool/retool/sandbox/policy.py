@@ -7,10 +7,13 @@ parser fails into a result. Python's parser needs a millisecond for a kilobyte a
 the host has longer sources reviewed by a process of its own, which runs `main`.
 
 Refused: modules outside `allowed`, however they are reached (plain and star imports, aliases, attributes of other
-modules, assignments, walrus); the names of functions that evaluate, open or look into scopes; special attributes, be
-they written out, in `getattr` and its kin, in format strings, in class patterns or in strings that `typing` evaluates;
-private names of modules; attributes that lead to frames and code. Ordinary code stays: defining special methods,
-`super().__init__()`, `Base.__init__(self)`, reading `__name__`, private attributes of one's own objects.
+modules, assignments, walrus), and modules used as values, which could not be followed; the names of functions that
+evaluate, open or look into scopes; special attributes that lead on, be they written out, in `getattr` and its kin, in
+format strings, in class patterns, as keys of a class's namespace or in strings that `typing` evaluates; private names of
+modules; attributes that lead to frames and code. Ordinary code stays: special methods, their definition, their call and
+their reading, `x.__class__`, private attributes of one's own objects, one's own names and attributes such as `input` or
+`types`. Where a name is computed, or is one's own only if it is bound in time, the source is `guarded`: the jail looks at
+it while it runs (``notebook.py``). Whoever builds such names on purpose gets past all of this, and then meets the jail.
 """
 
 import ast

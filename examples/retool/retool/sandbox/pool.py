@@ -72,19 +72,22 @@ def worker_key(
     One has loaded COMMON_MODULES, one all allowed modules of the standard library, and one, for calls that import any
     of the others, all allowed libraries: so no mix of imports starts more workers than these.
     """
-    common, standard, libraries = _loaded(allowed)
-    if any(policy.is_allowed(name, frozenset(libraries)) for name in imports if libraries):
-        return WorkerKey(standard, libraries, memory_bytes, layers_off)
+    keys = worker_keys(allowed, memory_bytes, layers_off)
+    libraries = keys[-1].libraries
+    if libraries and any(policy.is_allowed(name, frozenset(libraries)) for name in imports):
+        return keys[-1]
     plain = {name.split(".")[0] for name in imports} <= COMMON_MODULES | (names.STAND_INS.keys() - allowed)
-    return WorkerKey(common if plain else standard, (), memory_bytes, layers_off)
+    return keys[0 if plain else 1]
 
 
-@functools.lru_cache(maxsize=16)
-def _loaded(allowed: frozenset[str]) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
-    """What the three workers of a sandbox load: common modules, all of the standard library, libraries."""
+@functools.lru_cache(maxsize=64)
+def worker_keys(allowed: frozenset[str], memory_bytes: int, layers_off: tuple[str, ...] = ()) -> tuple[WorkerKey, ...]:
+    """The workers of a sandbox, in the order of what they have loaded: two without libraries, one with, if any is allowed."""
     standard = {name for name in allowed if name.split(".")[0] in sys.stdlib_module_names}
-    libraries = {name.split(".")[0] for name in allowed - standard}
-    return tuple(sorted(COMMON_MODULES)), tuple(sorted(standard | ALL_MODULES)), tuple(sorted(libraries))
+    libraries = tuple(sorted({name.split(".")[0] for name in allowed - standard}))
+    common, every = tuple(sorted(COMMON_MODULES)), tuple(sorted(standard | ALL_MODULES))
+    needs = [(common, ()), (every, ()), *([(every, libraries)] if libraries else [])]
+    return tuple(WorkerKey(modules, loaded, memory_bytes, layers_off) for modules, loaded in needs)
 
 
 class Worker:
