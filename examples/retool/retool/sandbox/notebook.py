@@ -89,7 +89,10 @@ def load_libraries(libraries) -> None:
     import shutil
     import tempfile
 
-    folder = tempfile.mkdtemp(prefix="retool-cache-")
+    try:
+        folder = tempfile.mkdtemp(prefix="retool-cache-")
+    except OSError:
+        folder = os.devnull  # nothing here can be written to: a library that insists says so
     places = dict.fromkeys(("HOME", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "MPLCONFIGDIR"), folder)
     os.environ.update(places, MPLBACKEND="agg")
     try:
