@@ -8,6 +8,8 @@
             control socket ---------------------------------- | --> worker: confined once, forks, kills, reaps
         call: source, records of output --------------------- | --> child: confined, runs one call, exits
 
+With RETOOL_SANDBOX=ray, `execute_code` hands the call to a node of the Ray cluster instead, whose own pool runs it.
+
 Contract. Whatever the model's code does is an observation: a text (``ToolOutput``) that says what was printed or went
 wrong. Whatever the sandbox does wrong is an infrastructure error (``SandboxError``), never an observation, since a
 model must not be trained on it. Cancelling the task that awaits a call ends the call at once. Nothing starts at import;
@@ -34,14 +36,16 @@ tenth of a call.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
+import sys
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
-from retool.chat import CODE_INTERPRETER, CODE_TOOL, SYSTEM_PROMPT, neutralize, shorten
-from retool.sandbox import call, policy, reviewer, wire
-from retool.sandbox.pool import COMMON_MODULES, POOL, WorkerKey
+from retool.chat import CODE_INTERPRETER, CODE_TOOL, SYSTEM_PROMPT, code_interpreter_spec, neutralize, shorten
+from retool.sandbox import call, names, policy, ray_pool, reviewer, wire
+from retool.sandbox.pool import POOL, worker_key, worker_keys
 from retool.sandbox.results import SandboxError, ToolOutput, observation
 from retool.sandbox.semaphore import ProcessSemaphore
 from retool.sandbox.wire import LAYERS
@@ -67,12 +71,16 @@ TOOL_CONFIGS: dict[str, Any] = {
     "max_turns": 20,
     "max_tool_calls": 16,
     "tool_concurrency": 32,
-    # Seconds of wall clock: what ends at all ends in a part of this, and a batch waits for its slowest sample.
+    # Seconds of processor time: what ends at all ends in a part of this, and a batch waits for its slowest sample. By
+    # the wall clock a call may take four times as many, since a busy machine must not make its work look too slow.
     "python_timeout": 10.0,
     # What one call may map beside the interpreter. With all calls at their limit it is 32 GB of the machine's memory.
     "python_memory_limit": "1GB",
     # Digits are a token each: 4000 characters are about half of the published response budget of 8192 tokens.
     "max_output_chars": 4000,
+    # Modules that code may import beside the default set, also libraries: RETOOL_ALLOWED_MODULES=numpy,sympy. They are
+    # named in the tool's description, in RL and SFT alike.
+    "allowed_modules": tuple(filter(None, re.split(r"[\s,]+", os.environ.get("RETOOL_ALLOWED_MODULES", "")))),
     # Of the last episodes, how many may be lost to failures of the engine or the sandbox before the run is stopped.
     "max_failure_rate": 0.5,
     # By what a group of samples is seen to differ, so that it is trained on: "accuracy", or "score" as vime has it. In a
@@ -82,6 +90,24 @@ TOOL_CONFIGS: dict[str, Any] = {
 
 SEMAPHORE = ProcessSemaphore(TOOL_CONFIGS["tool_concurrency"])
 os.register_at_fork(after_in_child=SEMAPHORE.after_fork)
+
+
+def _scale_concurrency(nodes: int) -> None:
+    if isinstance(SEMAPHORE, ProcessSemaphore):
+        SEMAPHORE.resize(TOOL_CONFIGS["tool_concurrency"] * max(1, nodes))
+
+
+def _cluster() -> ray_pool.Cluster | None:
+    """Where calls run: None, in this process's own sandbox; else on all nodes of the Ray cluster."""
+    where = os.environ.get("RETOOL_SANDBOX", "local")
+    if where not in ("local", "ray"):
+        raise ValueError(
+            f"RETOOL_SANDBOX is {where!r}: calls run 'local', in this process's sandbox, or on nodes of 'ray'"
+        )
+    return ray_pool.Cluster(on_change=_scale_concurrency) if where == "ray" else None
+
+
+CLUSTER = _cluster()
 
 
 class _ReviewedCode(str):
@@ -107,16 +133,19 @@ class PythonSandbox:
     ):
         """
         Args:
-            timeout: seconds of wall clock that a call may take.
+            timeout: seconds of processor time that a call may use; it may take four times as many by the wall clock.
             memory_limit: what a call may add to the worker's memory, in bytes or as "1GB".
             layers_off: layers of the jail to leave out, of `LAYERS`. For tests, which try each layer alone.
 
         Raises:
-            ValueError: the memory limit cannot be read.
+            ValueError: the memory limit cannot be read, or TOOL_CONFIGS["allowed_modules"] names a module that is not
+                there.
         """
+        for name in TOOL_CONFIGS["allowed_modules"]:
+            _check_installed(name)
         self.timeout = float(timeout)
         self.memory_bytes = _memory_bytes(memory_limit)
-        self.allowed_modules = set(policy.DEFAULT_MODULES)
+        self.allowed_modules = {*names.DEFAULT_MODULES, *TOOL_CONFIGS["allowed_modules"]}
         self._layers_off = tuple(layers_off)
 
     async def execute_code(self, code: str) -> ToolOutput:
@@ -134,14 +163,19 @@ class PythonSandbox:
             return ToolOutput(shorten(f"Error: not allowed: {message}", most), "refused")
         if review.unreadable:  # ends here and is never run: what the host cannot read it cannot have checked
             return ToolOutput(f"Error: {review.unreadable}", "error")
-        libraries = self._libraries(review.imports)
+        key = worker_key(review.imports, frozenset(self.allowed_modules), self.memory_bytes, self._layers_off)
         packages = {module.split(".")[0] for module in review.imports}
-        all_modules = bool(libraries) or not packages <= COMMON_MODULES
-        key = WorkerKey(all_modules, libraries, self.memory_bytes, self._layers_off)
-        draws = bool(libraries) or not packages.isdisjoint(policy.RANDOM_MODULES)
-        request = wire.request(review.shown, draws, code)
-        reply = await call.run(key, request, self.timeout, keep=4 * most)
+        draws = bool(key.libraries) or not packages.isdisjoint(names.RANDOM_MODULES)
+        needs = wire.DRAWS * draws | wire.GUARDED * review.guarded
+        request = wire.request(review.shown, needs, self.timeout, code)
+        run = CLUSTER.run if CLUSTER else call.run
+        reply = await run(key, request, self.timeout, keep=4 * most)
         return observation(reply, self.timeout, self.memory_bytes, most)
+
+    def preload(self) -> None:
+        """Have the workers started that calls will need, libraries loaded; returns at once. Calls do not depend on it."""
+        for key in worker_keys(frozenset(self.allowed_modules), self.memory_bytes, self._layers_off):
+            CLUSTER.preload(key) if CLUSTER else POOL.start(key)
 
     def _check_code_safety(self, code: str) -> tuple[bool, str]:
         """Whether the code may run. A test or a user may replace this on an instance; it is looked up for each call.
@@ -157,12 +191,17 @@ class PythonSandbox:
             message = reviewer.review_here(code, frozenset(self.allowed_modules)).refusal
         return not message, message
 
-    def _libraries(self, imports: tuple[str, ...]) -> tuple[str, ...]:
-        """What the code imports beyond what a plain worker has."""
-        extra = self.allowed_modules - policy.DEFAULT_MODULES
-        if not extra:
-            return ()
-        return tuple(sorted({name.split(".")[0] for name in imports if policy.is_allowed(name, extra)}))
+
+def _check_installed(module: str) -> None:
+    try:
+        found = importlib.util.find_spec(module)
+    except (ImportError, ValueError):
+        found = None
+    if found is None:
+        raise ValueError(
+            f"RETOOL_ALLOWED_MODULES (TOOL_CONFIGS['allowed_modules']) names {module!r}, which cannot be imported by "
+            f"{sys.executable}: install it there, or leave it out"
+        )
 
 
 def _memory_bytes(limit: int | str) -> int:
@@ -190,7 +229,7 @@ class ToolRegistry:
         self.tools: dict[str, dict[str, Any]] = {}
         self._handlers: dict[str, ToolHandler | None] = {}
         self.python_sandbox = PythonSandbox()
-        self.register_tool(CODE_TOOL, CODE_INTERPRETER, self._run_code)
+        self.register_tool(CODE_TOOL, code_interpreter_spec(TOOL_CONFIGS["allowed_modules"]), self._run_code)
 
     def register_tool(self, name: str, spec: dict[str, Any], handler: ToolHandler | None = None) -> None:
         """Add or replace a tool.
@@ -258,5 +297,7 @@ def shutdown() -> None:
 
     Calls in flight end with a SandboxError. For tests; at the exit of the process it happens by itself.
     """
+    if CLUSTER:
+        CLUSTER.close()
     POOL.close()
     reviewer.REVIEWER.close()

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 Message = dict[str, Any]
@@ -31,7 +32,7 @@ SYSTEM_PROMPT = (
     "answer on its own line as `Answer: \\boxed{...}`."  # the reward reads the box
 )
 CODE_TOOL = "code_interpreter"
-CODE_INTERPRETER = {
+CODE_INTERPRETER: dict[str, Any] = {
     "type": "function",
     "function": {
         "name": CODE_TOOL,
@@ -43,6 +44,21 @@ CODE_INTERPRETER = {
         },
     },
 }
+
+
+def code_interpreter_spec(allowed_modules: Iterable[str] = ()) -> dict[str, Any]:
+    """The code tool as the model is told of it.
+
+    Args:
+        allowed_modules: what its code may import beside the standard library's mathematics. Without any it is
+            CODE_INTERPRETER, byte for byte.
+    """
+    modules = sorted(set(allowed_modules))
+    if not modules:
+        return CODE_INTERPRETER
+    listed = " and ".join([", ".join(modules[:-1]), modules[-1]] if modules[1:] else modules)
+    function = {**CODE_INTERPRETER["function"], "description": f"A tool for executing code. It may import {listed}."}
+    return {**CODE_INTERPRETER, "function": function}
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ any was touched. Programs get the addresses of all this as `facts`, since an att
 """
 
 import asyncio
+import atexit
 import contextlib
 import ctypes
 import os
@@ -32,7 +33,7 @@ SECONDS = 20.0  # for calls that end by themselves in milliseconds: generous, so
 MEMORY = "256MB"
 SANDBOX_FILES = Path(tool_sandbox.__file__).parent
 NONE_HOLDS = tuple(tool_sandbox.LAYERS)
-LIBRARY = "csv"  # any module outside the default set has its calls run in a worker that may read the library
+LIBRARY = "retool_test_library"  # its calls run in a worker that may read libraries; this module makes it
 
 # A layer that is tested alone keeps those without which it is void: both filters need no_new_privs, and whoever has
 # every capability leaves a chroot and raises limits.
@@ -45,6 +46,21 @@ COMPANIONS = {
 # The program loader, which can start programs that may not be executed themselves.
 LOADER = {"x86_64": "/lib64/ld-linux-x86-64.so.2", "aarch64": "/lib/ld-linux-aarch64.so.1"}.get(platform.machine())
 _libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _make_library() -> None:
+    """A package outside the standard library, on this process's path, with a part that is imported late."""
+    folder = tempfile.mkdtemp(prefix="retool-library-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    package = Path(folder, LIBRARY)
+    package.mkdir()
+    os.chmod(folder, 0o755)
+    (package / "__init__.py").write_text("def late():\n    from . import part\n    return part.VALUE\n")
+    (package / "part.py").write_text("VALUE = 42\n")
+    sys.path.append(folder)
+
+
+_make_library()
 
 
 def alone(layer: str) -> tuple[str, ...]:
@@ -72,7 +88,7 @@ def run(code: str, disabled: tuple[str, ...] = (), library: bool = False, **opti
 def request(code: str) -> bytes:
     """What the host sends to a child."""
     review = sandbox_policy.review(code, sandbox_policy.DEFAULT_MODULES)
-    return wire.request(review.shown, False, code)
+    return wire.request(review.shown, False, SECONDS, code)
 
 
 def resting_processes() -> int:

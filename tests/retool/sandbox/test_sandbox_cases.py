@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import tool_sandbox
 from retool.sandbox import policy as sandbox_policy
-from retool.sandbox.pool import FORKS_PER_REQUEST
+from retool.sandbox.pool import FORKS_PER_REQUEST, POOL
 from retool.sandbox.reviewer import LONG_CODE_CHARS
 from tool_sandbox import PythonSandbox, SandboxError, ToolOutput, ToolRegistry
 
@@ -390,6 +390,29 @@ print("use __class__ or eval('1') or import os in a string")
 import copy; print(copy.deepcopy([1]))
 import decimal; decimal.getcontext().prec = 50; print(decimal.Decimal(2).sqrt())
 if __name__ == '__main__': print(__name__)
+print(''.__class__, (1).__class__.__name__, super().__class__)
+print(getattr(x, name), getattr(x, f'field_{i}', None)); setattr(x, name, 1); delattr(x, name)
+class F:
+    def __init__(self, types, os): self.types, self.os, self.gc = types, os, 1
+    def inspect(self, other): return self.types, self.os, self.gc, other.types, other.inspect(self)
+def f(input, vars=None, open=3): return input, vars, open
+vars = {}; input = [1]; open, close = 1, 2; print(vars, input, open)
+from collections import deque; compile = lambda x: x; print(compile(1))
+class G:
+    def __add__(self, other): return 1
+    __radd__ = __add__
+print(int.__add__(1, 2), str.__len__('a'), list.__contains__([1], 1), [].__iter__())
+class H:
+    def __setattr__(self, name, value): object.__setattr__(self, 'x', value); super().__setattr__(name, value)
+import sys; sys.setrecursionlimit(10000); sys.stdout.write('x'); sys.exit(); print(sys.maxsize, sys.version_info >= (3, 8))
+from sys import setrecursionlimit, stdout, maxsize; stdout.flush()
+import timeit; print(timeit.timeit(lambda: 1, number=1), timeit.default_timer())
+import queue, hashlib, argparse; print(hashlib.md5(b'').hexdigest(), queue.Queue(), argparse.ArgumentParser())
+from functools import singledispatch, singledispatchmethod; import functools; functools.singledispatch(len)
+print('{a}__{b}'.format(a=1, b=2)); s = '{a}__{b}'; print(s.format(a=1, b=2))
+import math; print(dir(math), math.__doc__, math.__name__); m = math; print(m.pi, isinstance(math, int))
+from enum import Enum; Color = Enum('Color', 'RED'); print(Color.__members__)
+print(type(1), type('a').__name__); print(list(map(type, [1])))
 """.strip()
 
 
@@ -412,8 +435,30 @@ def test_ordinary_code_is_let_through(code):
 REFUSED = r"""
 from os import *
 import os as math
-import math, sys
+import math, threading
 import collections.abc, os.path
+import sys; sys.modules
+import sys; sys._getframe()
+import sys as s; s.settrace(f)
+from sys import modules
+import sys; x = [sys]
+import sys; sys.stdin.read()
+import sys; sys.setrecursionlimit(1 << 25)
+import timeit; timeit.Timer('x')
+import queue; queue.threading
+import argparse; argparse.FileType('r')
+import random; x = [random]
+import collections.abc; f(collections.abc)
+import math; f(module=math)
+type('A', (), {'x': 1})
+class A:\n    def __reduce__(self): return 1
+class A:\n    def __getstate__(self): return 1
+import contextlib\nclass A(contextlib.redirect_stdout): pass
+d = {'__match_args__': ('x',)}
+d['__match' + '_args__'] = ('x',)
+object.__setattr__(x, '__class__', y)
+object.__setattr__(x, name, y)
+def f(input): pass\nprint(input())\ndel input
 import json.tool, subprocess
 from . import x
 from .os import path
@@ -452,7 +497,7 @@ with open('x') as f: pass
 x: eval = 1
 x = 1 if input() else 2
 f'{eval("1")}'
-f'{(1).__class__}'
+f'{(1).__dict__}'
 f'{1:{open("x")}}'
 print(vars(), locals())
 breakpoint()
@@ -466,7 +511,7 @@ __import__
 ｅval('1')
 class A:\n    def f(self): return __class__
 ().__class__.__bases__[0].__subclasses__()
-''.__class__
+''.__self__
 f.__globals__
 f.__code__
 f.__closure__
@@ -477,7 +522,7 @@ print.__self__
 type(1).__mro__
 type.__subclasses__(type)
 object.__getattribute__(1, 'x')
-super().__class__
+super().__dict__
 super().__getattribute__('x')
 super().__init__.__globals__
 super().__reduce_ex__(2)
@@ -496,14 +541,12 @@ for x.__class__ in []: pass
 with a as x.__class__: pass
 getattr(x, '__class__')
 getattr(x, '__cl' + 'ass__')
-getattr(x, name)
 getattr(x, *names)
 getattr(*args)
 g = getattr; g(x, 'y')
 list(map(getattr, [1], ['real']))
 setattr(x, '__class__', y)
 setattr(x, '__cl' 'ass__', y)
-delattr(x, name)
 from operator import attrgetter; attrgetter('__class__')(1)
 from operator import attrgetter as a; a('real.__class__')(1)
 from operator import attrgetter as a; a(name)
@@ -528,7 +571,7 @@ try: pass\nexcept eval: pass
 lambda: __import__('os')
 async def f(): await open('x')
 def f(x: "__import__('os').system('id')"): pass
-def f() -> "a.__class__": pass
+def f() -> "a.__dict__": pass
 x: "list[open('x')]" = 1
 """.strip()
 
@@ -538,6 +581,88 @@ def test_evasions_are_refused_with_a_reason(code):
     assert not sandbox_policy.review(code, sandbox_policy.DEFAULT_MODULES).unreadable
     safe, message = PythonSandbox(1, "1GB")._check_code_safety(code)
     assert not safe and message.startswith(("line ", "a format")) and len(message) > 20
+
+
+def test_a_refusal_lists_every_problem_once():
+    code = "import os, numpy\nx = input()\nopen('x')\nimport random\nrandom._inst\nrandom._inst\neval('1')\nimport os"
+    result = run(code)
+    lines = result.splitlines()
+    assert [line.partition(":")[0] for line in lines[1:6]] == [f"line {n}" for n in (1, 2, 3, 5, 7)]
+    for words in ("'os'", "'numpy'", "write the values into the code", "'_inst' is private", "'eval'"):
+        assert result.count(words) == 1
+    assert "A call has no files" in result and lines[-1].startswith("Available modules: ")
+    assert len(run("\n".join(f"import module_{n}" for n in range(50))).splitlines()) <= 12
+
+
+@pytest.mark.parametrize("case", handed("useful.jsonl"))
+def test_handed_useful(case):
+    result = run(case["code"])
+    assert (result.outcome == "ok") == case["runs"], result
+
+
+@pytest.mark.parametrize(
+    "code, shown",
+    [
+        ("x = 1\nx;", "No output"),
+        ("x = 1\nx ;  # quiet", "No output"),
+        ("(1, 2);", "No output"),
+        ("x = 'a;b'\nx", "Output:\n'a;b'"),
+        ("print(1);", "Output:\n1"),
+        ("%matplotlib inline\nprint(1)", "Error: line 1: '%matplotlib inline' is a command of notebooks"),
+        ("x = 1\n!pip install sympy", "Error: line 2: '!pip install sympy' is a command of notebooks"),
+        ("x = 1\nlen?", "Error: line 2: 'len?' is a command of notebooks"),
+        ("%%time\nprint(1)", "is a command of notebooks"),
+        ("x = 5\n% 2", "SyntaxError"),
+        ("try:\n    {}['k']\nexcept KeyError:\n    1 / 0", "KeyError: 'k'\n\nDuring handling of the above exception"),
+        ("try:\n    1 / 0\nexcept ZeroDivisionError as e:\n    raise ValueError('v') from e", "was the direct cause"),
+        ("try:\n    1 / 0\nexcept ZeroDivisionError:\n    raise ValueError('v') from None", "Error: Traceback"),
+        ("import sys\nprint(1, file=sys.stderr)\nsys.stdout.write('x\\n')\nsys.exit(0)", "Output:\nx"),
+        ("import io_ as x", "not available"),
+        ("import sys\nprint(sys.modules)", "'sys.modules' is not available"),
+        ("import argparse\np = argparse.ArgumentParser()\np.add_argument('--n', type=int, default=3)\np.parse_args().n", "3"),
+        ("for name in ['real', 'imag']:\n    print(getattr(3, name))", "Output:\n3\n0"),
+        ("import functools\n@functools.singledispatch\ndef f(x): return 0\n@f.register\ndef _(x: int): return 1\nf(1)", "1"),
+        ("import sys\nsys.setrecursionlimit(50000)\ndef f(n): return n and f(n - 1)\nf(40000)", "0"),
+        ("from functools import cache\nimport sys\nsys.setrecursionlimit(50000)\n@cache\ndef f(n): return n and f(n - 1)\nf(9000)", "0"),
+        ("from sys import *\nprint(maxsize > 0)", "Output:\nTrue"),
+        ("import timeit\ntimeit.timeit('print(1)', number=1)", "TypeError: timeit takes functions here"),
+        ("import doctest\ndoctest.testmod()", "TestResults(failed=0, attempted=0)"),
+        ("import contextlib, sys\nx = []\nclass W:\n    def write(self, s): x.append(s)\n    def flush(self): pass\nwith contextlib.redirect_stdout(W()): sys.stdout.write('a')\nprint(x)", "['a']"),
+    ],
+)  # fmt: skip
+def test_habits_of_notebooks_and_of_real_programs(code, shown):
+    assert shown in run(code)
+
+
+def test_allowed_modules_come_from_one_setting_and_are_named_in_the_description(tmp_path):
+    (tmp_path / "retool_allowed.py").write_text("VALUE = 42\n")
+    host = (
+        "import asyncio, json, tool_sandbox as t\nprint(json.dumps(t.tool_registry.get_tool_specs()))\n"
+        "t.tool_registry.python_sandbox.preload()\nprint(t.TOOL_CONFIGS['allowed_modules'])\n"
+        "call = t.tool_registry.execute_tool('code_interpreter', {'code': 'import retool_allowed\\nretool_allowed.VALUE'})\n"
+        "print(asyncio.run(call))"
+    )
+    environment = {**os.environ, "RETOOL_ALLOWED_MODULES": "retool_allowed, csv", "PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, "-c", host]
+    done = subprocess.run(command, cwd=EXAMPLE, capture_output=True, text=True, env=environment)
+    specs, names, *output = done.stdout.splitlines()
+    assert "It may import csv and retool_allowed." in json.loads(specs)[0]["function"]["description"]
+    assert names == "('retool_allowed', 'csv')" and output == ["Output:", "42"], done.stderr
+    environment["RETOOL_ALLOWED_MODULES"] = "csv,no_such_library"
+    failed = subprocess.run(command, cwd=EXAMPLE, capture_output=True, text=True, env=environment)
+    assert failed.returncode and "'no_such_library', which cannot be imported by" in failed.stderr.splitlines()[-1]
+
+
+def test_the_workers_that_calls_will_need_are_started_beforehand():
+    sandbox = PythonSandbox(20, "1GB")
+    tool_sandbox.shutdown()
+    sandbox.preload()
+    deadline = time.monotonic() + 20
+    while len(POOL.workers()) < 2 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    before = POOL.workers()
+    assert run("print(1)") == run("import datetime\nprint(1)") == "Output:\n1"
+    assert set(POOL.workers()) == set(before) and len(before) == 2
 
 
 def test_refusal_is_an_observation_that_names_what_may_be_used():

@@ -19,6 +19,7 @@ import pytest
 import tool_sandbox
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from retool.sandbox import policy as sandbox_policy
 from retool.sandbox import pool
 from retool.sandbox.results import Reply, observation
 
@@ -26,7 +27,7 @@ SEED = int(os.environ.get("RETOOL_FUZZ_SEED", "1"))
 ROUNDS = int(os.environ.get("RETOOL_FUZZ_ROUNDS", "60"))
 OUTCOMES = {"ok", "error", "timeout", "memory", "too_long", "crashed", "refused", "invalid", "not_found"}
 MOST = tool_sandbox.TOOL_CONFIGS["max_output_chars"]
-LETTERS = [b"o", b"e", b"D", b"E", b"M", b"X", b"F", b"?", b"\0", b"\xff", b""]
+LETTERS = [b"o", b"e", b"D", b"E", b"M", b"X", b"T", b"F", b"?", b"\0", b"\xff", b""]
 
 pytestmark = pytest.mark.skipif(jail.COLUMN is None, reason="no table of system calls for this machine's architecture")
 
@@ -98,7 +99,7 @@ def test_random_records_from_a_call_harm_neither_host_nor_worker():
 
 @pytest.fixture
 def worker():
-    made = pool.start_worker(pool.WorkerKey(False, (), 2**28))
+    made = pool.start_worker(pool.worker_key((), sandbox_policy.DEFAULT_MODULES, 2**28))
     yield made
     made.close()
 
@@ -120,11 +121,11 @@ def test_random_requests_end_their_call_alone(worker):
         request = draw.choice(
             [
                 draw.randbytes(draw.randrange(1, 5000)),
-                b"%d %d %d\nprint(1)" % tuple(draw.randrange(-9, 99) for _ in range(3)),
-                b"0 0 0\n" + draw.randbytes(draw.randrange(200)),
-                b"0 8 1\nprint(1)\xff",
+                b"%d %d %d %d\nprint(1)" % tuple(draw.randrange(-9, 99) for _ in range(4)),
+                b"0 0 0 9000\n" + draw.randbytes(draw.randrange(200)),
+                b"0 8 1 9000\nprint(1)\xff",
                 b"\n",
-                b"9" * 5000 + b" 1 1\nprint(1)",
+                b"9" * 5000 + b" 1 1 1\nprint(1)",
             ]
         )
         connection = worker.take()

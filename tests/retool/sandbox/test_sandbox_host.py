@@ -16,8 +16,7 @@ from pathlib import Path
 import jail
 import pytest
 import tool_sandbox
-from retool.sandbox import policy as sandbox_policy
-from retool.sandbox import pool
+from retool.sandbox import pool, reviewer
 from retool.sandbox.pool import POOL
 from retool.sandbox.reviewer import REVIEWER
 from retool.sandbox.semaphore import ProcessSemaphore
@@ -499,7 +498,7 @@ for line in sys.stdin.buffer:
         os.write(1, b'["",')
         os._exit(4)
     if b"WAIT" in line: time.sleep(1)
-    sys.stdout.write('["", "", [0, 0], []]\\n')
+    sys.stdout.write('["", "", [0, 0], [], false]\\n')
     sys.stdout.flush()
 """
 
@@ -511,7 +510,7 @@ LONG = "# " + "x" * 2000 + "\nprint(1)"
 def fragile_reviewer(monkeypatch, tmp_path):
     script = tmp_path / "reviewer.py"
     script.write_text(FRAGILE_REVIEWER)
-    monkeypatch.setattr(sandbox_policy, "__file__", str(script))
+    monkeypatch.setattr(reviewer, "REVIEWER_START", (str(script),))
 
 
 def test_a_source_that_crashes_the_reviewer_is_refused_and_other_failures_are_not_its_fault(fragile_reviewer):
@@ -548,9 +547,9 @@ def test_a_host_may_fork_while_a_source_is_reviewed(fragile_reviewer):
 def test_a_reviewer_that_died_between_two_sources_is_replaced_unnoticed():
     sandbox = PythonSandbox(20, "1GB")
     assert asyncio.run(sandbox.execute_code(LONG)) == "Output:\n1"
-    reviewer = REVIEWER.process_id
-    os.kill(reviewer, signal.SIGKILL)
-    assert settled(lambda: parents()[reviewer][1], "Z") == "Z"
+    process = REVIEWER.process_id
+    os.kill(process, signal.SIGKILL)
+    assert settled(lambda: parents()[process][1], "Z") == "Z"
     assert asyncio.run(sandbox.execute_code(LONG + "\n#")) == "Output:\n1"
 
 

@@ -11,6 +11,7 @@ import io
 
 import jail
 import pytest
+from retool.sandbox import wire
 
 # Never spelled out in a program, so that no look at its text can find them.
 COMPUTED = """
@@ -28,7 +29,7 @@ ENCODINGS = {
 ATTACKS = {
     # -- what is denied, in unusual places and spellings
     "normalised-identifier": "print('GOT' if ｅｖａｌ('1') else 0)",
-    "normalised-attribute": "print('GOT' if (1).__ｃｌａｓｓ__ else 0)",
+    "normalised-attribute": "print('GOT' if print.__ｓｅｌｆ__ else 0)",
     "normalised-import": "import ｏｓ\nprint('GOT')",
     "continued-line": "import \\\n    os\nprint('GOT')",
     "form-feed": "\fimport os\nprint('GOT')",
@@ -210,6 +211,75 @@ class A: x: hint
 get_type_hints(A)
 if found: print("GOT")
 """,
+    # -- names that mean something where they are keys, or that functions of the library act upon
+    "match-args-in-a-dict-for-type": """
+import random
+class Meta(type):
+    def __instancecheck__(cls, instance): return True
+Any = Meta("Any", (), {"__match_args__": ("__globals__",)})
+match random.Random.shuffle:
+    case Any(found):
+        if found["_os"]: print("GOT")
+""",
+    "match-args-in-a-namespace": """
+import random
+class Meta(type):
+    def __instancecheck__(cls, instance): return True
+    def __new__(meta, name, bases, space):
+        space["__match_args__"] = ("__globals__",)
+        return super().__new__(meta, name, bases, space)
+class Any(metaclass=Meta): pass
+match random.Random.shuffle:
+    case Any(found):
+        if found["_os"]: print("GOT")
+""",
+    "match-args-by-three-arguments-of-type": """
+line = "_" * 2
+class Meta(type):
+    def __instancecheck__(cls, instance): return True
+Base = Meta
+made = type("Any", (), {line + "match" + "_args" + line: ("real",)})
+if made: print("GOT")
+""",
+    "private-member-of-a-module-in-a-list": "import random\nif [random][0]._inst: print('GOT')",
+    "private-member-of-a-module-in-a-call": """
+import random
+def f(module): return module._inst
+if f(random): print("GOT")
+""",
+    "private-member-of-a-module-by-keyword": """
+import random
+def f(module=None): return module._inst
+if f(module=random): print("GOT")
+""",
+    "stream-of-a-subclass-of-redirect-stdout": """
+import contextlib
+class Redirect(contextlib.redirect_stdout):
+    _stream = "path"
+with Redirect(5): print("GOT")
+""",
+    "attribute-by-copy-with-slot-state": """
+import copy
+class Keep:
+    def __setattr__(self, name, value): print("GOT", name)
+    def __reduce_ex__(self, version): return Keep, (), (None, {"_" * 2 + "class" + "_" * 2: int})
+copy.copy(Keep())
+""",
+    "attribute-by-object-setattr": """
+class A: pass
+class B: pass
+x = A()
+object.__setattr__(x, "_" * 2 + "class" + "_" * 2, B)
+if isinstance(x, B): print("GOT")
+""",
+    "attribute-by-a-computed-format": """
+parts = ["{0.", "real.__cl", "ass__}"]
+if "".join(parts).format(1): print("GOT")
+""",
+}  # fmt: skip
+
+# Let through, since the jail looks at it while it runs.
+WATCHED = {
     "evaluated-singledispatch-annotation": """
 import functools
 found = []
@@ -231,7 +301,35 @@ class A:
     def g(self, x: hint): pass
 if found: print("GOT")
 """,
+    "attribute-by-computed-getattr": "n = '_' * 2\nif getattr(print, n + 'self' + n): print('GOT')",
+    "attribute-by-computed-setattr": """
+class A: pass
+class B: pass
+x, n = A(), "_" * 2
+setattr(x, n + "class" + n, B)
+if isinstance(x, B): print("GOT")
+""",
+    "module-by-computed-getattr": "import random\nn = '_' + 'os'\nif getattr(random, n): print('GOT')",
+    "a-name-before-it-is-bound": "print(eval('\"GOT\"'))\neval = 1",
+    "a-name-bound-in-another-scope": "def f(eval): return 1\nprint(eval('\"GOT\"'))",
+    "a-name-bound-in-a-class": "class A: eval = 1\nprint(eval('\"GOT\"'))",
+    "a-name-bound-never": "if 0: vars = 1\nif vars(): print('GOT')",
+    "modules-of-sys": "import sys\nn = 'mod' + 'ules'\nif getattr(sys, n): print('GOT')",
+    "sys-through-a-loop": "import sys as s\nn = 'mod' + 'ules'\nfor x in [n]:\n    if getattr(s, x): print('GOT')",
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("code", WATCHED.values(), ids=WATCHED)
+def test_the_jail_stops_it_while_it_runs(code):
+    output = jail.run(code, policy=True)
+    assert "Output" not in output and output.outcome == "error", output
+
+
+@pytest.mark.parametrize("code", WATCHED.values(), ids=WATCHED)
+def test_nothing_but_the_guards_stops_it(code, monkeypatch):
+    monkeypatch.setattr(wire, "GUARDED", 0)
+    output = jail.run(code, policy=True)
+    assert output.startswith("Output") and "GOT" in output, output
 
 
 @pytest.mark.parametrize("code", ATTACKS.values(), ids=ATTACKS)

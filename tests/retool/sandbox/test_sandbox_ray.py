@@ -87,6 +87,53 @@ def test_calls_work_in_a_task(cluster):
     assert ray.get(ray.remote(lambda: asyncio.run(squares())).remote(), timeout=120) == EXPECTED
 
 
+def last_for_ever_in_a_task(report) -> None:
+    report.append_process.remote(os.getpid())
+    asyncio.run(last_for_ever())
+
+
+class Report:
+    """Where a task says which process it is."""
+
+    def __init__(self):
+        self.processes = []
+
+    def append_process(self, process: int) -> None:
+        self.processes.append(process)
+
+    def all(self) -> list[int]:
+        return self.processes
+
+
+@pytest.mark.parametrize("way", ["kill -9", "cancel", "force"])
+def test_nothing_is_left_of_a_task_that_ends_with_a_call_in_flight(cluster, way):
+    before = sandboxes()
+    report = ray.remote(Report).options(num_cpus=0).remote()
+    task = ray.remote(last_for_ever_in_a_task).options(max_retries=0).remote(report)
+    assert settled(lambda: len(ray.get(report.all.remote())), 1, 60) == 1
+    assert settled(lambda: bool(sandboxes(ticks=20) - before), True)
+    if way == "kill -9":
+        os.kill(ray.get(report.all.remote())[0], signal.SIGKILL)
+    else:
+        ray.cancel(task, force=way == "force")
+    with pytest.raises(ray.exceptions.RayError):
+        ray.get(task, timeout=60)
+    assert settled(lambda: sandboxes(ticks=20) - before, set()) == set()
+    ray.kill(report)
+
+
+def test_an_infrastructure_error_reaches_a_driver_that_does_not_have_the_plugin(cluster):
+    """As a RuntimeError that says what happened: only the worker's side can import the plugin's own type."""
+
+    def failing():
+        from tool_sandbox import SandboxError
+
+        raise SandboxError("no worker")
+
+    with pytest.raises(RuntimeError, match="SandboxError: no worker"):
+        ray.get(ray.remote(failing).options(max_retries=0).remote(), timeout=60)
+
+
 @pytest.mark.parametrize("way", ["ray.kill", "kill -9", "cancel"])
 def test_nothing_is_left_of_an_actor_that_ends_with_calls_in_flight(cluster, way):
     before = sandboxes()

@@ -18,7 +18,11 @@ from retool.sandbox.pool import POOL, Worker, WorkerKey
 from retool.sandbox.results import Reply, SandboxError
 
 RECORDS_PER_WAKE = 8  # then the loop's other callbacks have their turn
-FLUSH_SECONDS = 0.1  # for a call whose time is up, to send what it has buffered
+WALL_FACTOR = 4  # how many times its processor time a call may take by the wall clock
+MAX_FLUSH_SECONDS = 1.0  # for a call whose time is up by the wall clock, to send what it has buffered
+# Of its processor time: a call that got less than this until the wall clock's limit, and waited for nothing else, was
+# not too slow, the machine was.
+STARVED_SHARE = 0.1
 BUSY_SECONDS = 0.01
 BUSY_ERRORS = {"EAGAIN", "ETOOMANYREFS", "EMFILE", "ENFILE", "ENOBUFS", "ENOMEM"}
 
@@ -33,11 +37,12 @@ async def run(key: WorkerKey, request: bytes, timeout: float, keep: int) -> Repl
     Args:
         key: what it needs of its worker.
         request: as `wire.request` makes it.
-        timeout: in seconds of wall clock, from when the child reads its source.
+        timeout: seconds of processor time, which the child limits by itself; and WALL_FACTOR times as many of wall
+            clock, from when it reads its source.
         keep: bytes of the beginning and of the end of each stream.
 
     Raises:
-        SandboxError: it could not be run, or its worker died with it.
+        SandboxError: it could not be run, its worker died with it, or it hardly got a processor.
     """
     for attempt in (1, 2):
         async with POOL.worker(key) as worker:
@@ -45,18 +50,29 @@ async def run(key: WorkerKey, request: bytes, timeout: float, keep: int) -> Repl
             try:
                 connection = await _connect(worker, request)
                 worker.prefork()
-                await _converse(connection, reply, timeout)
+                await _converse(connection, reply, WALL_FACTOR * timeout)
             except _NotStarted as reason:
                 if worker.is_dead() or reply.ended == "timeout" or attempt == 2:
                     POOL.discard(worker)
                 if attempt == 2:
                     raise SandboxError(f"the sandbox could not start the call: {reason}") from reason
                 continue
+        if reply.ended == "timeout":
+            _check_starvation(reply, timeout)
         if not reply.is_complete() and await _is_dying(worker):
             POOL.discard(worker)
             raise SandboxError("the sandbox worker died during the call")
         return reply
     raise AssertionError("unreachable")
+
+
+def _check_starvation(reply: Reply, timeout: float) -> None:
+    """SandboxError: the call ran into the wall clock's limit because it got no processor."""
+    used, limit = reply.cpu_seconds, f"{WALL_FACTOR * timeout:g} seconds"
+    if used is None:
+        raise SandboxError(f"the sandbox worker did not respond when a call had taken {limit}")
+    if used < STARVED_SHARE * timeout and reply.exit_status in (None, wire.STARVED):
+        raise SandboxError(f"a call got {used:.2f} seconds of processor time in {limit}: this machine is overloaded")
 
 
 async def _connect(worker: Worker, request: bytes) -> socket.socket:
@@ -94,13 +110,13 @@ def _not_confined(connection: socket.socket) -> str:
     return reply.not_confined
 
 
-async def _converse(connection: socket.socket, reply: Reply, timeout: float) -> None:
+async def _converse(connection: socket.socket, reply: Reply, wall_seconds: float) -> None:
     """Collect what the call sends until it has ended or its time is up, and end it in any case."""
     loop, descriptor = asyncio.get_running_loop(), connection.fileno()
     finished: asyncio.Future[OSError | None] = loop.create_future()
     given_up = loop.time() + pool.MAX_START_SECONDS
 
-    timer = loop.call_later(timeout, lambda: time_is_up())
+    timer = loop.call_later(wall_seconds, lambda: time_is_up())
 
     def finish(error: OSError | None = None) -> None:
         if not finished.done():
@@ -120,12 +136,12 @@ async def _converse(connection: socket.socket, reply: Reply, timeout: float) -> 
     def time_is_up() -> None:
         nonlocal timer
         if _is_unread(connection) and loop.time() < given_up:  # no child has read it yet: the time has not begun
-            timer = loop.call_later(timeout, time_is_up)
+            timer = loop.call_later(wall_seconds, time_is_up)
             return
         reply.ended = "timeout"
         with contextlib.suppress(OSError):  # its other end is closed already
-            connection.shutdown(socket.SHUT_WR)  # tells the child to flush
-        timer = loop.call_later(FLUSH_SECONDS, finish)
+            connection.shutdown(socket.SHUT_WR)  # tells the child to flush and to end
+        timer = loop.call_later(MAX_FLUSH_SECONDS, finish)
 
     loop.add_reader(descriptor, read)
     try:

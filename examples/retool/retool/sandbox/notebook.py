@@ -9,31 +9,46 @@ NO_MEMORY + text (ran out of memory).
 
 import builtins
 import codecs
+import contextlib
 import gc
 import importlib
 import io
 import os
 import random
+import resource
 import signal
 import socket
+import string
 import struct
 import sys
+import time
 import traceback
+import types
+from collections import namedtuple
+from functools import partial
 
 # What the host has under the same names in ``wire.py``.
-MAX_RECORD_BYTES = 16384
+MAX_RECORD_BYTES = 32768
 MAX_REQUEST_BYTES = 1 << 16
 OUTPUT, ERRORS, DONE, RAISED, NO_MEMORY = b"o", b"e", b"D", b"E", b"M"
+CPU_TIME_UP, STARVED = 71, 72
+DRAWS, GUARDED = 1, 2
 
-CHATTY_RECORDS = 64  # records after which output is flushed by a timer and no longer at each line
+CHATTY_RECORDS = 16  # records of a stream after which it is flushed by a timer and no longer at each line
 FLUSH_SECONDS = 0.05
+RETRY_SECONDS = 0.001  # where the timer met a stream in the middle of a write
+# How much later than by its own timer the kernel ends a call that is busy in C and lets no handler run.
+GRACE_SECONDS = 0.25
 MAX_TRACEBACK_CALLS = 8
+MAX_CAUSES = 4  # that are shown of a chain of exceptions, the last ones
 MAX_MESSAGE_CHARS = 2000
 SOURCE_NAME = "<code>"
+NAME_CHARACTERS = frozenset(string.ascii_letters + string.digits + "_.[], |")
 
 # What `re`, `random`, `traceback` and Python itself (for long integers) import late, each in some version. No path can
 # be opened then, so it is loaded beforehand.
 LATE_MODULES = ("unicodedata", "_sha2", "_pylong", "_colorize", "linecache", "tokenize")
+LATE_PARTS = {"matplotlib": ("matplotlib.pyplot",)}  # of libraries
 LATE_CODECS = (
     "ascii latin-1 utf-8 utf-8-sig utf-16 utf-16-le utf-16-be utf-32 utf-32-le utf-32-be utf-7 cp437 cp1252"
     " unicode_escape raw_unicode_escape punycode".split()
@@ -51,25 +66,47 @@ def preload(settings) -> None:
     """
     sys.stdin, sys.stdout, sys.stderr = None, STDOUT, STDERR
     sys.path.extend(settings.paths)
-    for name in (*settings.modules, *LATE_MODULES, *settings.libraries):
-        try:
-            module = importlib.import_module(name)
-        except ImportError:
-            continue  # not there, or not on this Python: the code that imports it is told so
-        for attribute in dir(module) if name in settings.libraries else ():
-            try:
-                getattr(module, attribute)  # numpy and scipy import their parts when they are first asked for
-            except Exception:
-                pass  # the library's own matter
+    for name in (*settings.modules, *LATE_MODULES):
+        with contextlib.suppress(ImportError):  # not on this Python: the code that imports it is told so
+            importlib.import_module(name)
+    if settings.libraries:
+        load_libraries(settings.libraries)
     for name in LATE_CODECS:
         codecs.lookup(name)
     if not settings.libraries:
         sys.path.clear()  # nothing there can be opened later; the import machinery shall not try
-    builtins.exit = builtins.quit = sys.exit  # type: ignore[assignment]
+    sys.argv = [""]
+    vars(builtins).update(exit=sys.exit, quit=sys.exit)
     if hasattr(sys, "set_int_max_str_digits"):
         sys.set_int_max_str_digits(0)  # number theory prints long integers; the clock bounds what that costs
     execute((0, 0), b"print(*(x for x in ()), end='')", {})
     execute((0, 4), b"None", {})
+
+
+def load_libraries(libraries) -> None:
+    """With their parts, of which numpy and scipy import some when they are first asked for, and matplotlib one that
+    insists on a folder for its cache: libraries have such a folder for as long as they are loaded."""
+    import shutil
+    import tempfile
+
+    try:
+        folder = tempfile.mkdtemp(prefix="retool-cache-")
+    except OSError:
+        folder = os.devnull  # nothing here can be written to: a library that insists says so
+    places = dict.fromkeys(("HOME", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "MPLCONFIGDIR"), folder)
+    os.environ.update(places, MPLBACKEND="agg")
+    try:
+        for name in libraries:
+            for module in (name, *LATE_PARTS.get(name, ())):
+                with contextlib.suppress(ImportError):
+                    importlib.import_module(module)
+            for attribute in dir(sys.modules.get(name)):
+                with contextlib.suppress(Exception):  # the library's own matter
+                    getattr(sys.modules[name], attribute)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        for name in places:
+            del os.environ[name]
 
 
 def random_states() -> list:
@@ -103,34 +140,66 @@ class _Records(io.RawIOBase):
         chunk = bytes(data[: MAX_RECORD_BYTES - 1])
         os.write(self.call, self.letter + chunk)
         self.count += 1
-        if self.count == CHATTY_RECORDS:
-            signal.setitimer(signal.ITIMER_REAL, FLUSH_SECONDS, FLUSH_SECONDS)
+        if self.count == CHATTY_RECORDS:  # the first tick at once, since `flush` may not change a stream that writes
+            signal.setitimer(signal.ITIMER_REAL, RETRY_SECONDS, FLUSH_SECONDS)
         return len(chunk)
 
 
-def _text_stream(letter: bytes) -> io.TextIOWrapper:
-    buffer = io.BufferedWriter(_Records(letter), 8192)
-    return io.TextIOWrapper(buffer, encoding="utf-8", errors="backslashreplace", newline="\n", line_buffering=True)
+class _Stream(io.TextIOWrapper):
+    """A line is a record of its own, so that it is kept whatever happens next, for the first CHATTY_RECORDS. After them
+    a timer sends what there is, also for code that flushes after each line: a record costs the host more than a line.
+    """
+
+    def __init__(self, letter: bytes):
+        self.records = _Records(letter)
+        buffer = io.BufferedWriter(self.records, MAX_RECORD_BYTES - 1)
+        super().__init__(buffer, encoding="utf-8", errors="backslashreplace", newline="\n", line_buffering=True)
+
+    def flush(self) -> None:
+        if self.records.count < CHATTY_RECORDS:
+            super().flush()
+
+    def send(self) -> None:
+        """All that is buffered. RuntimeError: called by a handler in the middle of a write."""
+        if self.line_buffering and self.records.count >= CHATTY_RECORDS:
+            self.reconfigure(line_buffering=False)
+        super().flush()
 
 
 # Made once: new stream objects in each child would cost it a tenth of a millisecond.
-STDOUT, STDERR = _text_stream(OUTPUT), _text_stream(ERRORS)
+STDOUT, STDERR = _Stream(OUTPUT), _Stream(ERRORS)
+_switches_before = 0  # of this process, to wait for something, before its code ran
 
 
 def flush(*_signal) -> None:
-    """Send what is buffered. A line costs a record of its own only up to CHATTY_RECORDS; then this runs by timer."""
     for stream in (STDOUT, STDERR):
         try:
-            if stream.line_buffering and stream.buffer.raw.count >= CHATTY_RECORDS:  # type: ignore[attr-defined]
-                stream.reconfigure(line_buffering=False)
-            stream.flush()
-        except (RuntimeError, ValueError, OSError):
-            pass  # interrupted in the middle of a write: the next tick sends it
+            stream.send()
+        except RuntimeError:
+            signal.setitimer(signal.ITIMER_REAL, RETRY_SECONDS, FLUSH_SECONDS)
+        except (ValueError, OSError):
+            pass  # the code has closed it
 
 
-def time_is_up(*_signal) -> None:
+def cpu_time_is_up(*_signal) -> None:
     flush()
-    os._exit(0)
+    os._exit(CPU_TIME_UP)
+
+
+def wall_time_is_up(*_signal) -> None:
+    """Says, by its exit status, whether this call waited for the processor alone."""
+    flush()
+    waited = resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw > _switches_before
+    os._exit(0 if waited else STARVED)
+
+
+def limit_time(seconds: float) -> None:
+    """End this call when it has used so much processor time: by a handler, which flushes what was printed, and a
+    little later by the kernel, where the handler has no chance to run."""
+    global _switches_before
+    _switches_before = resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds + GRACE_SECONDS)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -142,7 +211,28 @@ def _shorten(text: str, most: int) -> str:
 
 
 def describe(error: BaseException, source: str) -> str:
-    """A short traceback in the code's own line numbers; frames of libraries are left out, deep recursion is cut."""
+    """A short traceback in the code's own line numbers, after those of the exceptions that led to it."""
+    chain = [error]
+    joints = []
+    while len(chain) < MAX_CAUSES:
+        last = chain[-1]
+        cause = last.__cause__ or (None if last.__suppress_context__ else last.__context__)
+        if cause is None or cause in chain:
+            break
+        joints.append(
+            "The above exception was the direct cause of the following exception:"
+            if last.__cause__
+            else "During handling of the above exception, another exception occurred:"
+        )
+        chain.append(cause)
+    parts = [describe_one(chain.pop(), source)]
+    while chain:
+        parts += [joints.pop(), describe_one(chain.pop(), source)]
+    return "\n\n".join(parts)
+
+
+def describe_one(error: BaseException, source: str) -> str:
+    """Frames of libraries are left out, deep recursion is cut."""
     lines = source.split("\n")
     calls = [
         (frame.f_code.co_name, number)
@@ -164,6 +254,116 @@ def describe(error: BaseException, source: str) -> str:
     message = "".join(traceback.format_exception_only(type(error), error)).rstrip("\n")
     message = message.replace(f'  File "{SOURCE_NAME}", line ', "  line ")
     return "\n".join([*heading, *shown, _shorten(message, MAX_MESSAGE_CHARS)])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Guards: what the source policy lets through because it is looked at here. Advisory like all of that policy, and put up
+# only for a call whose review asks for it, in its own child.
+
+
+class _Sys(types.ModuleType):
+    """A stand-in for `sys`, with what is harmless of it; its streams are Python's own, also when they are replaced."""
+
+    def __getattr__(self, name):
+        if name in ("stdout", "stderr"):
+            return getattr(sys, name)
+        raise AttributeError(f"'sys.{name}' is not available")
+
+    def __setattr__(self, name, value):
+        if name in ("stdout", "stderr"):
+            setattr(sys, name, value)
+        else:
+            super().__setattr__(name, value)
+
+
+class Guards:
+    """Made once in the worker, since a child would have to make each object anew."""
+
+    def __init__(self, settings):
+        self.forbidden = frozenset(settings.forbidden_attributes)
+        self.special = frozenset(settings.special_attributes)
+        self.stand_ins = {name: (_Sys if name == "sys" else types.ModuleType)(name) for name in settings.stand_ins}
+        public = {name: getattr(sys, name) for name in settings.stand_ins["sys"] if name not in ("stdout", "stderr")}
+        if "setrecursionlimit" in public:
+            public["setrecursionlimit"] = lambda limit: sys.setrecursionlimit(min(limit, settings.max_recursion))
+        vars(self.stand_ins["sys"]).update(public)
+        vars(self.stand_ins["timeit"]).update(default_timer=time.perf_counter, timeit=_timeit, repeat=_repeat)
+        vars(self.stand_ins["doctest"]).update(testmod=_testmod)
+        for name, public_names in settings.stand_ins.items():
+            vars(self.stand_ins[name])["__all__"] = public_names
+        self.names = {name: partial(_unavailable, name) for name in settings.own_names}
+        self.names |= {"getattr": self.getattr, "setattr": self.setattr, "delattr": self.delattr}
+
+    def put_up(self, namespace: dict) -> None:
+        """In this child, for code that runs in `namespace`."""
+        plain_import = builtins.__import__
+
+        def import_module(name, names=None, *arguments, **options):
+            stand_in = self.stand_ins.get(name) if names is namespace else None
+            return stand_in or plain_import(name, names, *arguments, **options)
+
+        vars(builtins)["__import__"] = import_module
+        namespace.update(self.names)
+        if "typing" in sys.modules:
+            typing = vars(sys.modules["typing"])
+            typing["get_type_hints"] = partial(_type_hints, typing["get_type_hints"])
+
+    def check(self, value, name) -> None:
+        if not isinstance(name, str):
+            return  # Python's own matter
+        special = name.startswith("__") and name.endswith("__") and name not in self.special
+        if special or name in self.forbidden or (isinstance(value, types.ModuleType) and name.startswith("_")):
+            raise AttributeError(f"the attribute {name!r} is not available")
+
+    def getattr(self, value, name, *default):
+        self.check(value, name)
+        found = getattr(value, name, *default)
+        if isinstance(value, types.ModuleType) and isinstance(found, types.ModuleType):
+            raise AttributeError(f"module {name!r}, reached through another, is not available")
+        return found
+
+    def setattr(self, target, name, value):
+        self.check(target, name)
+        setattr(target, name, value)
+
+    def delattr(self, target, name):
+        self.check(target, name)
+        delattr(target, name)
+
+
+def _unavailable(name, *_arguments, **_options):
+    raise NameError(f"{name!r} is not available before it is assigned")
+
+
+def _timeit(stmt=None, setup=None, timer=time.perf_counter, number=1_000_000, globals=None):
+    for function in (stmt, setup):
+        if function is not None and not callable(function):
+            raise TypeError("timeit takes functions here, not programs as strings")
+    if setup:
+        setup()
+    started = timer()
+    for _ in range(number if stmt else 0):
+        stmt()
+    return timer() - started
+
+
+def _repeat(stmt=None, setup=None, timer=time.perf_counter, repeat=5, number=1_000_000, globals=None):
+    return [_timeit(stmt, setup, timer, number) for _ in range(repeat)]
+
+
+TestResults = namedtuple("TestResults", ("failed", "attempted"))
+
+
+def _testmod(*_arguments, **_options):
+    return TestResults(0, 0)
+
+
+def _type_hints(plain, value, *arguments, **options):
+    """For functools.singledispatch, which has annotations evaluated: strings that are more than names stay strings."""
+    for annotation in getattr(value, "__annotations__", {}).values():
+        if isinstance(annotation, str) and not set(annotation) <= NAME_CHARACTERS:
+            raise TypeError(f"the annotation {annotation!r} is not available. Write the type out.")
+    return plain(value, *arguments, **options)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -202,21 +402,25 @@ def execute(shown: tuple[int, int], source: bytes, namespace: dict) -> tuple[byt
     return DONE, ""
 
 
-def run_call(call: socket.socket, namespace: dict, random_states: list) -> None:
+def run_call(call: socket.socket, namespace: dict, random_states: list, guards: Guards) -> None:
     """Read the request from `call`, run it, send the records. The process ends after this.
 
     A request is a line and the source. In the line are the first and the last byte of a last expression whose value is
-    to be shown (0 0: there is none), and whether the code may draw random numbers (0 or 1).
+    to be shown (0 0: there is none), what the call needs (DRAWS, GUARDED), and the milliseconds of processor time that
+    it may use.
     """
     request = call.recv(MAX_REQUEST_BYTES)
     if not request:
         return  # the host has no use for this child any more
-    STDOUT.buffer.raw.call = STDERR.buffer.raw.call = call.fileno()  # type: ignore[attr-defined]
+    STDOUT.records.call = STDERR.records.call = call.fileno()
     try:
         numbers, _, source = request.partition(b"\n")
-        start, end, draws = map(int, numbers.split())
-        if draws:
+        start, end, needs, milliseconds = map(int, numbers.split())
+        limit_time(milliseconds / 1000)
+        if needs & DRAWS:
             seed(random_states)
+        if needs & GUARDED:
+            guards.put_up(namespace)
         letter, text = execute((start, end), source, namespace)
     except MemoryError:
         letter, text = NO_MEMORY, "MemoryError"

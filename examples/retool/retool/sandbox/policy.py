@@ -4,13 +4,16 @@ This is the first layer of the sandbox, advisory and not a security boundary: it
 with words that say what may be used instead, and leaves the rest to the jail (``worker.py``). It takes linear time, recurses
 nowhere, imports nothing that the source names beyond a fixed set of standard modules, and turns every way in which the
 parser fails into a result. Python's parser needs a millisecond for a kilobyte and holds the interpreter meanwhile, so
-the host has longer sources reviewed by a process of its own: this file, run as a program.
+the host has longer sources reviewed by a process of its own, which runs `main`.
 
 Refused: modules outside `allowed`, however they are reached (plain and star imports, aliases, attributes of other
-modules, assignments, walrus); the names of functions that evaluate, open or look into scopes; special attributes, be
-they written out, in `getattr` and its kin, in format strings, in class patterns or in strings that `typing` evaluates;
-private names of modules; attributes that lead to frames and code. Ordinary code stays: defining special methods,
-`super().__init__()`, `Base.__init__(self)`, reading `__name__`, private attributes of one's own objects.
+modules, assignments, walrus), and modules used as values, which could not be followed; the names of functions that
+evaluate, open or look into scopes; special attributes that lead on, be they written out, in `getattr` and its kin, in
+format strings, in class patterns, as keys of a class's namespace or in strings that `typing` evaluates; private names of
+modules; attributes that lead to frames and code. Ordinary code stays: special methods, their definition, their call and
+their reading, `x.__class__`, private attributes of one's own objects, one's own names and attributes such as `input` or
+`types`. Where a name is computed, or is one's own only if it is bound in time, the source is `guarded`: the jail looks at
+it while it runs (``notebook.py``). Whoever builds such names on purpose gets past all of this, and then meets the jail.
 """
 
 import ast
@@ -25,53 +28,39 @@ from collections.abc import Callable, Iterator, Set
 from types import ModuleType
 from typing import Any, NamedTuple
 
+from retool.sandbox.names import (
+    ATTRIBUTE_FUNCTIONS,
+    DEFAULT_MODULES,
+    FORBIDDEN_ATTRIBUTES,
+    FORBIDDEN_KEYS,
+    FORBIDDEN_METHODS,
+    FORBIDDEN_MODULES,
+    FORBIDDEN_NAMES,
+    GUARDED_FUNCTIONS,
+    MAX_RECURSION,
+    MODULE_ATTRIBUTE_FUNCTIONS,
+    MODULE_HINTS,
+    NAME_HINTS,
+    OWN_NAMES,
+    READABLE_DUNDERS,
+    SHOWING_FUNCTIONS,
+    SPECIAL_METHODS,
+    STAND_INS,
+)
+
 MAX_CODE_BYTES = 60_000
 MAX_ANNOTATION_CHARS = 500  # of a type written as a string
 MAX_MESSAGE_CHARS = 1000
 SOURCE_NAME = "<code>"
-# Mathematics and what goes with it. None of these gives files, processes or the interpreter away by a public name but
-# for those that are refused below. Not in it: sys, os, io (opens files), types (builds code), inspect, gc, threading.
-DEFAULT_MODULES = frozenset(
-    "__future__ abc array bisect calendar cmath collections contextlib copy dataclasses datetime decimal enum"
-    " fractions functools heapq itertools json math numbers operator pprint random re statistics string textwrap time"
-    " typing".split()
-)
-RANDOM_MODULES = frozenset({"random", "statistics"})  # draw from a shared random state, or give that away
-FORBIDDEN_NAMES = frozenset(
-    "eval exec open compile input globals vars locals breakpoint help __import__ __builtins__ __loader__ __spec__"
-    " __build_class__ __match_args__ __annotations__".split()
-)
-READABLE_DUNDERS = frozenset({"__name__", "__qualname__", "__doc__"})
-# What `super()` is for. A list of what may be, not of what may not: code can name a function of its own `super`.
-SUPER_DUNDERS = frozenset(
-    f"__{name}__"
-    for name in "init new init_subclass post_init set_name repr str format bytes hash bool int float complex index"
-    " eq ne lt le gt ge len length_hint contains iter next reversed getitem setitem delitem missing call enter exit"
-    " aenter aexit aiter anext await copy deepcopy setattr delattr get set delete prepare instancecheck subclasscheck"
-    " add sub mul matmul truediv floordiv mod divmod pow lshift rshift and or xor radd rsub rmul rmatmul rtruediv"
-    " rfloordiv rmod rdivmod rpow rlshift rrshift rand ror rxor iadd isub imul imatmul itruediv ifloordiv imod ipow"
-    " ilshift irshift iand ior ixor neg pos abs invert round trunc floor ceil".split()
-)
-# Attributes that lead from ordinary objects to frames, code or evaluation of strings, or read attributes by a computed
-# name. `singledispatch` evaluates annotations, `make_dataclass` makes fields for class patterns to read.
-FORBIDDEN_ATTRIBUTES = frozenset(
-    "gi_frame gi_code gi_yieldfrom cr_frame cr_code cr_await cr_origin ag_frame ag_code ag_await tb_frame tb_next"
-    " f_back f_builtins f_code f_globals f_locals f_trace func_globals func_code"
-    " get_type_hints ForwardRef evaluate_forward_ref _evaluate Formatter vformat get_field"
-    " update_wrapper singledispatch singledispatchmethod make_dataclass _thread".split()
-)
-# Modules that must not be had through any object's attribute, whether or not the object is known to be a module; some
-# under the name that a default module has for them (`enum.bltns`).
-FORBIDDEN_MODULES = frozenset(
-    "os sys subprocess builtins bltns importlib ctypes posix socket shutil pickle marshal gc inspect codecs"
-    " types".split()
-)
-# Functions that take names of attributes. `wraps` takes them as its second argument, which nobody needs.
-ATTRIBUTE_FUNCTIONS = frozenset({"getattr", "setattr", "delattr", "attrgetter", "methodcaller", "wraps"})
-MODULE_ATTRIBUTE_FUNCTIONS = frozenset({"attrgetter", "methodcaller", "wraps"})
 DATE_PARSER = "_strptime"
+# What these functions import when they are called.
+LATE_IMPORTS = {"strptime": DATE_PARSER, "singledispatch": "typing", "singledispatchmethod": "typing"}
 GENERIC = {ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, getattr(ast, "TypeAlias", None)}
-_SUSPICIOUS_TEXT = re.compile("__|" + "|".join(sorted(FORBIDDEN_ATTRIBUTES)))
+# A field of a format string that reads a special attribute, or text that is a part of some such field.
+_SUSPICIOUS_TEXT = re.compile(
+    r"\{[^{}]*[.\[][^{}]*(?:__|" + "|".join(sorted(FORBIDDEN_ATTRIBUTES)) + r")|\{[^{}]*\.[^{}]*$|^[^{]*__\w*[.!:}\[]"
+)
+MAX_PROBLEMS = 8  # that a refusal lists
 _CHILD_FIELDS: dict[type, tuple[str, ...]] = {}  # by class of node: fields that hold nodes, last first
 
 
@@ -86,6 +75,7 @@ class Review(NamedTuple):
     unreadable: str = ""  # what Python says of a source that it cannot parse; nothing of it was checked
     shown: tuple[int, int] = (0, 0)  # first and last byte of a last expression, whose value is shown; (0, 0): none
     imports: tuple[str, ...] = ()  # modules, in full
+    guarded: bool = False  # it was let through because the jail looks at it while it runs (``notebook.py``)
 
 
 def review(code: str, allowed: Set[str]) -> Review:
@@ -96,7 +86,7 @@ def review(code: str, allowed: Set[str]) -> Review:
             return Review(refusal=problem, unreadable=problem)
         tree = ast.parse(code, SOURCE_NAME)
     except SyntaxError as error:  # not a matter of safety: nothing runs, and the model sees what Python says
-        return Review(unreadable=_describe(error))
+        return Review(unreadable=_describe(error, code))
     except UnicodeEncodeError:
         problem = "the code holds characters that are not valid Unicode. Write them as escapes."
     except ValueError as error:
@@ -105,29 +95,54 @@ def review(code: str, allowed: Set[str]) -> Review:
         problem = "the code is nested too deeply. Use a loop or a list."
     else:
         nodes = list(_walk(tree))
-        return Review(_refusal(nodes, allowed), "", _last_expression(code, tree), _imports(nodes))
+        check = _PolicyCheck(allowed)
+        refusal = _listed(check.run(nodes), allowed)
+        shown, imports = _last_expression(code, tree), _imports(nodes)
+        return Review(refusal, "", shown, imports, check.guarded and not refusal)
     return Review(refusal=problem, unreadable=problem)
 
 
-def _describe(error: SyntaxError) -> str:
+def _describe(error: SyntaxError, code: str) -> str:
+    lines = code.split("\n")
+    line = lines[error.lineno - 1].strip() if error.lineno and error.lineno <= len(lines) else ""
+    if re.match(r"[%!]\s*\w|%%|\w[\w.]*\?+$", line):
+        return (
+            f"line {error.lineno}: {line[:200]!r} is a command of notebooks, which is not available here, and no Python "
+            "(SyntaxError). Write plain Python; only the modules that are there can be imported."
+        )
     text = "".join(traceback.format_exception_only(type(error), error)).strip("\n")
     return text.replace(f'  File "{SOURCE_NAME}", line ', "line ", 1)[:MAX_MESSAGE_CHARS]
 
 
-def _refusal(nodes: list[ast.AST], allowed: Set[str]) -> str:
-    try:
-        _PolicyCheck(allowed).run(nodes)
-    except Refused as refused:
-        return str(refused)
-    return ""
+def _listed(problems: list[tuple[int, str]], allowed: Set[str]) -> str:
+    """All problems, each once, since each would cost another call."""
+    if not problems:
+        return ""
+    lines: dict[str, int] = {}
+    for line, problem in sorted(problems):
+        lines.setdefault(problem, line)
+    listed = [f"line {line}: {problem}" if line else problem for problem, line in lines.items()]
+    if len(listed) > MAX_PROBLEMS:
+        listed[MAX_PROBLEMS:] = [f"and {len(listed) - MAX_PROBLEMS} more"]
+    if any(problem.startswith("module ") for problem in lines):
+        listed.append(f"Available modules: {', '.join(sorted(allowed | STAND_INS.keys()))}.")
+    return "\n".join(listed)
 
 
 def _last_expression(code: str, tree: ast.Module) -> tuple[int, int]:
     if not tree.body or not isinstance(tree.body[-1], ast.Expr):
         return 0, 0
     last, source = tree.body[-1], code.encode()
+    if _is_silenced(last, code):
+        return 0, 0
     assert last.end_lineno is not None and last.end_col_offset is not None  # the parser sets both
     return _position(source, last.lineno, last.col_offset), _position(source, last.end_lineno, last.end_col_offset)
+
+
+def _is_silenced(last: ast.Expr, code: str) -> bool:
+    """Whether a semicolon ends it, which asks a notebook to show nothing."""
+    rest = code.split("\n")[(last.end_lineno or 0) - 1].encode()[last.end_col_offset or 0 :]
+    return rest.lstrip().startswith(b";")
 
 
 def _position(source: bytes, line: int, column: int) -> int:
@@ -144,17 +159,16 @@ def _imports(nodes: list[ast.AST]) -> tuple[str, ...]:
         if isinstance(node, ast.Import):
             modules.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            modules.update([node.module or "", *[DATE_PARSER for alias in node.names if alias.name == "strptime"]])
+            modules.update([node.module or "", *[LATE_IMPORTS.get(alias.name, "") for alias in node.names]])
         elif isinstance(node, (ast.Attribute, ast.Name)):
-            if (node.attr if isinstance(node, ast.Attribute) else node.id) == "strptime":
-                modules.add(DATE_PARSER)
+            modules.add(LATE_IMPORTS.get(node.attr if isinstance(node, ast.Attribute) else node.id, ""))
         elif node.__class__ in GENERIC and getattr(node, "type_params", None):  # from Python 3.12 on
             modules.add("typing")
-    return tuple(modules)
+    return tuple(modules - {""})
 
 
 class Refused(Exception):
-    """Carries what is refused and what may be used instead."""
+    """Its arguments say what is refused and what may be used instead."""
 
 
 def _walk(*roots: ast.AST) -> Iterator[ast.AST]:
@@ -208,50 +222,117 @@ def _member_module(module: str, attribute: str) -> str | None:
     return _module_members(module).get(attribute) or (submodule if submodule in sys.modules else None)
 
 
+def _folded(node: ast.expr) -> object:
+    """The value of an expression of constants, as far as names of attributes and limits are written; else None."""
+    if isinstance(node, ast.Constant):
+        return node.value
+    if not isinstance(node, ast.BinOp):
+        return None
+    left, right = _folded(node.left), _folded(node.right)
+    if isinstance(left, str) and isinstance(right, str) and isinstance(node.op, ast.Add):
+        return left + right
+    if isinstance(left, (int, float)) and isinstance(right, (int, float)) and abs(left) < 1e9 and abs(right) < 99:
+        if isinstance(node.op, (ast.Pow, ast.LShift)):
+            return int(left) ** int(right) if isinstance(node.op, ast.Pow) else int(left) << int(right)
+        if isinstance(node.op, ast.Mult):
+            return left * right
+    return None
+
+
 class _PolicyCheck:
-    """One pass over a tree; raises `Refused`. Names bound to modules are followed through imports and assignments."""
+    """One look at a tree. Names bound to modules are followed through imports and assignments.
+
+    Attributes:
+        guarded: what was let through is looked at again by the jail, while it runs.
+    """
 
     def __init__(self, allowed: Set[str]):
         self.allowed = allowed
+        self.guarded = False
         self.modules: dict[str, set[str]] = {}  # names: the modules they may stand for
         self.attribute_functions = {name: name for name in ATTRIBUTE_FUNCTIONS}
         self.accepted: set[int] = set()  # ids of function nodes whose call was looked at
+        self.used: set[int] = set()  # ids of nodes that may be modules, since only a member is taken or it is shown
+        self.bound: set[str] = set()  # names that the program binds by itself
+        self.own_attributes: set[str] = set()  # that the program gives to its objects
         # Checked when all imports are known: assignments of names and attributes to names, and attribute accesses.
         self.assignments: list[tuple[list[str], ast.expr]] = []
-        self.module_uses: list[tuple[ast.expr, str]] = []
+        self.module_uses: list[tuple[ast.expr, str, ast.expr]] = []
         self.resolved: dict[int, set[str]] = {}  # by id of an attribute node
         self.star_import = False
         self.forbidden_name = ""  # an attribute that a star import may have made a name
         self.dynamic_format = False
         self.suspicious_text = ""
 
-    def run(self, nodes: list[ast.AST]) -> None:
-        node: Any = None
-        try:
-            for node in nodes:
-                check = self.CHECKS.get(node.__class__)
-                if check is not None:
+    def run(self, nodes: list[ast.AST]) -> list[tuple[int, str]]:
+        """What is refused, with its line; line 0 of what is not on one line."""
+        problems: list[tuple[int, str]] = []
+        for node in nodes:
+            self.collect(node)
+        for node in nodes:
+            check = self.CHECKS.get(node.__class__)
+            if check is not None:
+                try:
                     check(self, node)
-            for names, value in self.assignments:
-                for name in names:
-                    self.modules.setdefault(name, set()).update(self.resolve(value))
-            for node, attribute in reversed(self.module_uses):  # inner ones first, so that each is resolved once
-                for module in self.resolve(node):
+                except Refused as refused:
+                    problems += [(getattr(node, "lineno", 0), problem) for problem in refused.args]
+        for names, value in self.assignments:
+            for name in names:
+                self.modules.setdefault(name, set()).update(self.resolve(value))
+        for base, attribute, used in reversed(self.module_uses):  # inner ones first, so that each is resolved once
+            for module in self.resolve(base):
+                try:
                     self.check_member(module, attribute)
-        except Refused as refused:
-            raise Refused(f"line {node.lineno}: {refused}") from None
+                    self.check_value(used, _member_module(module, attribute))
+                except Refused as refused:
+                    problems.append((base.lineno, str(refused)))
+        for node in nodes if self.modules else ():
+            if isinstance(node, ast.Name) and node.id in self.modules and node.id not in self.bound:
+                for module in self.modules[node.id] if isinstance(node.ctx, ast.Load) else ():
+                    try:
+                        self.check_value(node, module)
+                    except Refused as refused:
+                        problems.append((node.lineno, str(refused)))
         if self.star_import and self.forbidden_name:
-            raise Refused(f"{self.forbidden_name!r} is not available.")
+            problems.append((0, f"{self.forbidden_name!r} is not available."))
         if self.dynamic_format and self.suspicious_text:
-            raise Refused(f"a format string that may read {self.suspicious_text!r}. Use an f-string.")
+            problems.append((0, f"a format string that may read {self.suspicious_text!r}. Use an f-string."))
+        return problems
+
+    def collect(self, node: ast.AST) -> None:
+        """Names and attributes that are the program's own."""
+        if isinstance(node, ast.Name):
+            if isinstance(node.ctx, ast.Store):
+                self.bound.add(node.id)
+        elif isinstance(node, ast.Attribute):
+            if isinstance(node.ctx, ast.Store):
+                self.own_attributes.add(node.attr)
+        elif isinstance(node, ast.arg):
+            self.bound.add(node.arg)
+        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            self.bound.add(node.name)
+        elif isinstance(node, ast.ClassDef):
+            self.bound.add(node.name)
+            for statement in node.body:
+                if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                    self.own_attributes.add(statement.name)
+                elif isinstance(statement, (ast.Assign, ast.AnnAssign)):
+                    targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+                    self.own_attributes.update(target.id for target in targets if isinstance(target, ast.Name))
 
     # Imports
 
     def check_import(self, node: ast.Import) -> None:
+        refused = []
         for alias in node.names:
-            self.check_module(alias.name)
+            try:
+                self.check_module(alias.name)
+            except Refused as problem:
+                refused.append(str(problem))
             bound, module = (alias.asname, alias.name) if alias.asname else (alias.name.split(".")[0],) * 2
             self.modules.setdefault(bound, set()).add(module)
+        if refused:
+            raise Refused(*refused)
 
     def check_import_from(self, node: ast.ImportFrom) -> None:
         if node.level or not node.module:
@@ -263,26 +344,45 @@ class _PolicyCheck:
             bound = alias.asname or alias.name
             if alias.name in ATTRIBUTE_FUNCTIONS:
                 self.attribute_functions[bound] = alias.name
+            self.guarded |= alias.name in ("singledispatch", "singledispatchmethod")
             member = _module_members(node.module).get(alias.name)
             if member:
                 self.modules.setdefault(bound, set()).add(member)
 
+    def has_stand_in(self, module: str) -> bool:
+        return module in STAND_INS and module not in self.allowed
+
     def check_module(self, module: str) -> None:
-        if not is_allowed(module, self.allowed):
-            raise Refused(f"module {module!r} is not available. Available: {', '.join(sorted(self.allowed))}.")
+        if self.has_stand_in(module):
+            self.guarded = True
+        elif not is_allowed(module, self.allowed):
+            hint = MODULE_HINTS.get(module.split(".")[0])
+            raise Refused(f"module {module[:200]!r} is not available." + (f" {hint}" if hint else ""))
 
     def check_member(self, module: str, name: str) -> None:
         """`name` taken out of `module`, by a from-import or as an attribute."""
+        if self.has_stand_in(module):
+            if name not in STAND_INS[module] | READABLE_DUNDERS | {"*"}:
+                hint = (
+                    NAME_HINTS["input"] if name == "stdin" else f"Available: {', '.join(sorted(STAND_INS[module]))}."
+                )
+                raise Refused(f"'{module}.{name[:200]}' is not available. {hint}")
+            return
         if name.startswith("_") and name not in READABLE_DUNDERS:
-            raise Refused(f"{name!r} is private to {module!r}. Use the module's public names.")
-        self.check_attribute_name(name)
+            raise Refused(f"{name[:200]!r} is private to {module!r}. Use the module's public names.")
+        self.check_attribute_name(name, own=False)
         member = _module_members(module).get(name)
         if member and not is_allowed(member, self.allowed):
             raise Refused(f"module {member!r}, reached through {module!r}, is not available.")
 
+    def check_value(self, node: ast.expr, module: str | None) -> None:
+        """A module that is put into a list or handed to a function could not be followed from there."""
+        if module and id(node) not in self.used:
+            raise Refused(f"module {module!r} is used as a value. Write the names out that you need of it.")
+
     def resolve(self, node: ast.expr) -> set[str]:
         """The modules that an expression of names and dots may stand for."""
-        path = []
+        path: list[ast.Attribute] = []
         while isinstance(node, ast.Attribute) and id(node) not in self.resolved:
             path.append(node)
             node = node.value
@@ -300,6 +400,10 @@ class _PolicyCheck:
         names = [target.id for target in targets if isinstance(target, ast.Name)]
         if names and isinstance(node.value, (ast.Name, ast.Attribute)):
             self.assignments.append((names, node.value))
+            if len(names) == len(targets):
+                self.used.add(id(node.value))
+            if isinstance(node.value, ast.Name):  # what the name stood for stays known by it
+                self.bound.difference_update(set(names) & self.modules.keys())
         if isinstance(node, ast.AnnAssign):
             self.check_annotation(node.annotation)
             if isinstance(node.target, ast.Name) and _is_dunder(node.target.id):  # a field of a dataclass
@@ -309,34 +413,47 @@ class _PolicyCheck:
 
     def check_name(self, node: ast.Name) -> None:
         name = node.id
+        loaded = isinstance(node.ctx, ast.Load)
         if name in FORBIDDEN_NAMES:
-            raise Refused(f"{name!r} is not available, also not as a variable's name.")
-        if _is_dunder(name) and isinstance(node.ctx, ast.Load) and name not in READABLE_DUNDERS | {"__debug__"}:
-            raise Refused(f"the special name {name!r} is not available.")
-        if name in self.attribute_functions and isinstance(node.ctx, ast.Load) and id(node) not in self.accepted:
+            if name not in OWN_NAMES & self.bound or isinstance(node.ctx, ast.Del):
+                raise Refused(f"{name!r} is not available." + (f" {NAME_HINTS[name]}" if name in NAME_HINTS else ""))
+            self.guarded = True  # where it is not bound yet, or no more, it is not Python's own either
+        elif _is_dunder(name) and loaded and name not in READABLE_DUNDERS | {"__debug__"}:
+            if name not in SPECIAL_METHODS & self.bound:
+                raise Refused(f"the special name {name[:200]!r} is not available.")
+        if name in self.attribute_functions and loaded and id(node) not in self.accepted:
             raise Refused(f"{name!r} can only be called directly, with names written out.")
         if name in FORBIDDEN_ATTRIBUTES:
             self.forbidden_name = name
+        if name in FORBIDDEN_METHODS and not loaded:
+            raise Refused(f"the special method {name!r} cannot be defined.")
 
-    def check_attribute_name(self, name: str) -> None:
-        if name in FORBIDDEN_ATTRIBUTES or name.strip("_") in FORBIDDEN_MODULES - self.allowed:
-            raise Refused(f"the attribute {name!r} is not available.")
+    def check_attribute_name(self, name: str, own: bool = True) -> None:
+        """`own`: of an object that may be one of the program's own, and so may have it from the program."""
+        is_own = own and name in self.own_attributes
+        if name in FORBIDDEN_ATTRIBUTES or (name.strip("_") in FORBIDDEN_MODULES - self.allowed and not is_own):
+            raise Refused(f"the attribute {name[:200]!r} is not available.")
         if _is_dunder(name) and name not in READABLE_DUNDERS:
             instead = "type(x)" if name == "__class__" else "operators, built-in functions or super()"
-            raise Refused(f"the special attribute {name!r} is not available. Use {instead}.")
+            raise Refused(f"the special attribute {name[:200]!r} is not available. Use {instead}.")
 
     def check_attribute(self, node: ast.Attribute) -> None:
         name = node.attr
+        self.used.add(id(node.value))
         if id(node) in self.accepted:
             return
         if name in MODULE_ATTRIBUTE_FUNCTIONS:
             raise Refused(f"{name!r} can only be called directly, with names written out.")
         if name in ("format", "format_map"):
             self.check_format(node.value)
-        if not (_is_dunder(name) and self.is_super(node.value) and name in SUPER_DUNDERS):
+        self.guarded |= name in ("singledispatch", "singledispatchmethod")
+        readable = isinstance(node.ctx, ast.Load) and (name in SPECIAL_METHODS or name == "__class__")
+        if name in ("__setattr__", "__delattr__") and not self.is_super(node.value):
+            raise Refused(f"{name!r} can only be called directly, with the attribute's name written out.")
+        if not readable:
             self.check_attribute_name(name)
         if isinstance(node.value, (ast.Name, ast.Attribute)):
-            self.module_uses.append((node.value, name))
+            self.module_uses.append((node.value, name, node))
 
     @staticmethod
     def is_super(node: ast.expr) -> bool:
@@ -346,12 +463,21 @@ class _PolicyCheck:
         function = node.func
         if isinstance(function, ast.Name):
             kind = self.attribute_functions.get(function.id)
+            if function.id in SHOWING_FUNCTIONS:
+                self.used.update(map(id, node.args))
+            if function.id == "type" and len(node.args) > 1:
+                raise Refused("'type' with three arguments is not available. Write a class statement.")
         elif isinstance(function, ast.Attribute):
             kind = function.attr if function.attr in MODULE_ATTRIBUTE_FUNCTIONS else None
-            if function.attr == "__init__" and isinstance(function.value, ast.Name):
-                self.accepted.add(id(function))  # Base.__init__(self)
+            if function.attr in ("__setattr__", "__delattr__"):
+                kind = "setattr" if not self.is_super(function.value) else None
         else:
             kind = None
+        name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+        if name == "setrecursionlimit" and node.args:
+            limit = _folded(node.args[0])
+            if isinstance(limit, (int, float)) and limit > MAX_RECURSION:
+                raise Refused(f"sys.setrecursionlimit({int(limit)}): the largest limit is {MAX_RECURSION}.")
         if kind is None:
             return
         if kind == "wraps":
@@ -360,13 +486,21 @@ class _PolicyCheck:
             return
         named = node.args if kind == "attrgetter" else node.args[:1] if kind == "methodcaller" else node.args[1:2]
         for argument in named:
-            if not (isinstance(argument, ast.Constant) and isinstance(argument.value, str)):
-                raise Refused(f"{kind!r} with a computed name. Write the attribute's name out.")
-            for part in argument.value.split("."):
+            text = _folded(argument)
+            if not isinstance(text, str):
+                if (
+                    kind not in GUARDED_FUNCTIONS
+                    or isinstance(argument, ast.Starred)
+                    or not isinstance(function, ast.Name)
+                ):
+                    raise Refused(f"{kind!r} with a computed name. Write the attribute's name out.")
+                self.guarded = True
+                continue
+            for part in text.split("."):
                 self.check_attribute_name(part)
                 self.dynamic_format |= part in ("format", "format_map")
                 if kind == "getattr" and isinstance(node.args[0], (ast.Name, ast.Attribute)):
-                    self.module_uses.append((node.args[0], part))
+                    self.module_uses.append((node.args[0], part, node))
         if named and not any(isinstance(argument, ast.Starred) for argument in node.args):
             self.accepted.add(id(function))
 
@@ -377,16 +511,28 @@ class _PolicyCheck:
     # Strings that Python evaluates
 
     def check_format(self, template: ast.expr) -> None:
-        if isinstance(template, ast.Constant) and isinstance(template.value, str):
-            for field in re.findall(r"\{([^{}!:]*)", template.value):
+        text = _folded(template)
+        if isinstance(text, str):
+            for field in re.findall(r"\{([^{}!:]*)", text):
                 for part in re.findall(r"\.(\w+)", field):
                     self.check_attribute_name(part)
         else:
             self.dynamic_format = True
 
     def check_constant(self, node: ast.Constant) -> None:
-        if isinstance(node.value, str) and node.value != "__main__" and _SUSPICIOUS_TEXT.search(node.value):
+        if isinstance(node.value, str) and _SUSPICIOUS_TEXT.search(node.value):
             self.suspicious_text = node.value[:40]
+
+    def check_key(self, node: ast.expr | None) -> None:
+        if isinstance(node, ast.expr) and _folded(node) in FORBIDDEN_KEYS:
+            raise Refused(f"the special name {_folded(node)!r} is not available as a key.")
+
+    def check_dict(self, node: ast.Dict) -> None:
+        for key in node.keys:
+            self.check_key(key)
+
+    def check_subscript(self, node: ast.Subscript) -> None:
+        self.check_key(node.slice)
 
     def check_annotation(self, annotation: ast.expr | None) -> None:
         """Strings in annotations are code to typing and functools: those that call or look into something count."""
@@ -398,13 +544,22 @@ class _PolicyCheck:
                     continue  # nor can anyone else evaluate it
                 parts = list(_walk(tree))
                 if any(isinstance(part, (ast.Call, ast.Attribute)) for part in parts):
-                    _PolicyCheck(self.allowed).run(parts)
+                    for _, problem in _PolicyCheck(self.allowed).run(parts):
+                        raise Refused(problem)
 
     def check_argument(self, node: ast.arg) -> None:
         self.check_annotation(node.annotation)
 
     def check_function(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
         self.check_annotation(node.returns)
+        if node.name in FORBIDDEN_METHODS:
+            raise Refused(f"the special method {node.name!r} cannot be defined.")
+
+    def check_class(self, node: ast.ClassDef) -> None:
+        for base in node.bases:
+            name = base.attr if isinstance(base, ast.Attribute) else getattr(base, "id", "")
+            if name in ("redirect_stdout", "redirect_stderr"):
+                raise Refused(f"a subclass of {name!r} is not available. Use it as it is.")
 
     CHECKS: dict[type, Callable[..., None]] = {
         ast.Import: check_import,
@@ -420,6 +575,9 @@ class _PolicyCheck:
         ast.arg: check_argument,
         ast.FunctionDef: check_function,
         ast.AsyncFunctionDef: check_function,
+        ast.ClassDef: check_class,
+        ast.Dict: check_dict,
+        ast.Subscript: check_subscript,
     }
 
 
@@ -430,7 +588,3 @@ def main() -> None:
         answer = review(request["code"], frozenset(request["allowed"]))
         sys.stdout.write(json.dumps(answer) + "\n")
         sys.stdout.flush()
-
-
-if __name__ == "__main__":
-    main()

@@ -28,7 +28,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from retool.sandbox import policy, wire
+from retool.sandbox import names, policy, wire
 from retool.sandbox.processes import start_python
 from retool.sandbox.results import SandboxError
 
@@ -42,7 +42,7 @@ WORKER_START = (
     " worker.main(notebook)"
 )
 MAX_START_SECONDS = 60.0
-MAX_WORKERS = 5  # two for plain calls, one for each set of libraries imported together; the longest unused one goes
+MAX_WORKERS = 5  # of one sandbox there are three (`worker_key`); over this the longest unused one goes
 PREFORKED_CHILDREN = 16
 FORKS_PER_REQUEST = 8  # in a row, since the worker has some ninety pages copied on its way to the next request
 # What most calls import. With all of the default set loaded a call is slower by a fifteenth, so calls that need more
@@ -51,17 +51,43 @@ COMMON_MODULES = frozenset(
     "__future__ abc bisect cmath collections contextlib copy decimal enum fractions functools heapq itertools math"
     " numbers operator random re statistics string time".split()
 )
-ALL_MODULES = policy.DEFAULT_MODULES | {policy.DATE_PARSER}
+ALL_MODULES = names.DEFAULT_MODULES | {policy.DATE_PARSER, "shutil"}  # two that `time` and `argparse` import late
 FIRST_PRIVATE_USER = 1_900_000_000  # above the ranges that distributions and container engines hand out
 
 
 class WorkerKey(NamedTuple):
     """What a call needs of its worker. Calls with the same needs share one."""
 
-    all_modules: bool  # or only COMMON_MODULES
-    libraries: tuple[str, ...]
+    modules: tuple[str, ...]  # of the standard library, to be loaded
+    libraries: tuple[str, ...]  # others
     memory_bytes: int
     layers_off: tuple[str, ...] = ()  # names as in wire.LAYERS; for tests
+
+
+def worker_key(
+    imports: tuple[str, ...], allowed: frozenset[str], memory_bytes: int, layers_off: tuple[str, ...] = ()
+) -> WorkerKey:
+    """The worker for a source that imports `imports`, of the three that a sandbox has.
+
+    One has loaded COMMON_MODULES, one all allowed modules of the standard library, and one, for calls that import any
+    of the others, all allowed libraries: so no mix of imports starts more workers than these.
+    """
+    keys = worker_keys(allowed, memory_bytes, layers_off)
+    libraries = keys[-1].libraries
+    if libraries and any(policy.is_allowed(name, frozenset(libraries)) for name in imports):
+        return keys[-1]
+    plain = {name.split(".")[0] for name in imports} <= COMMON_MODULES | (names.STAND_INS.keys() - allowed)
+    return keys[0 if plain else 1]
+
+
+@functools.lru_cache(maxsize=64)
+def worker_keys(allowed: frozenset[str], memory_bytes: int, layers_off: tuple[str, ...] = ()) -> tuple[WorkerKey, ...]:
+    """The workers of a sandbox, in the order of what they have loaded: two without libraries, one with, if any is allowed."""
+    standard = {name for name in allowed if name.split(".")[0] in sys.stdlib_module_names}
+    libraries = tuple(sorted({name.split(".")[0] for name in allowed - standard}))
+    common, every = tuple(sorted(COMMON_MODULES)), tuple(sorted(standard | ALL_MODULES))
+    needs = [(common, ()), (every, ()), *([(every, libraries)] if libraries else [])]
+    return tuple(WorkerKey(modules, loaded, memory_bytes, layers_off) for modules, loaded in needs)
 
 
 class Worker:
@@ -156,8 +182,8 @@ def start_worker(key: WorkerKey) -> Worker:
     try:
         descriptor = theirs.fileno()
         folders = [os.fspath(file.parent) for file in (WORKER_FILE, NOTEBOOK_FILE)]
-        names = [file.stem for file in (WORKER_FILE, NOTEBOOK_FILE)]
-        process = start_python("-c", WORKER_START, *folders, *names, str(descriptor), pass_fds=[descriptor])
+        stems = [file.stem for file in (WORKER_FILE, NOTEBOOK_FILE)]
+        process = start_python("-c", WORKER_START, *folders, *stems, str(descriptor), pass_fds=[descriptor])
     except SandboxError:
         ours.close()
         raise
@@ -166,12 +192,17 @@ def start_worker(key: WorkerKey) -> Worker:
     worker = Worker(process, ours)
     try:
         settings = {
-            "modules": sorted(ALL_MODULES if key.all_modules else COMMON_MODULES),
+            "modules": key.modules,
             "libraries": key.libraries,
             **_library_paths(key.libraries)._asdict(),
             "memory_bytes": key.memory_bytes,
             "user_id": FIRST_PRIVATE_USER + os.getpid(),
             "layers_off": key.layers_off,
+            "forbidden_attributes": sorted(names.FORBIDDEN_ATTRIBUTES),
+            "special_attributes": sorted(names.READABLE_DUNDERS | names.SPECIAL_METHODS),
+            "own_names": sorted(names.OWN_NAMES),
+            "stand_ins": {module: sorted(public) for module, public in names.STAND_INS.items()},
+            "max_recursion": names.MAX_RECURSION,
         }
         ours.settimeout(MAX_START_SECONDS)
         ours.send(marshal.dumps(settings))
@@ -213,9 +244,11 @@ def _library_paths(libraries: tuple[str, ...]) -> _LibraryPaths:
         return _LibraryPaths([], [])
     sites = [path for path in sys.path if os.path.basename(path) in ("site-packages", "dist-packages")]
     specs = [importlib.util.find_spec(name) for name in libraries]
-    packages = [place for spec in specs if spec for place in spec.submodule_search_locations or ()]
-    parents = [os.path.dirname(place) for place in packages]
-    return _LibraryPaths(list(dict.fromkeys(sites + parents)), list(dict.fromkeys(sites + packages)))
+    found = [spec for spec in specs if spec]
+    places = [str(place) for spec in found for place in (spec.submodule_search_locations or (spec.origin,))]
+    places = [place for place in places if os.path.exists(place)]
+    parents = [os.path.dirname(place) for place in places]
+    return _LibraryPaths(list(dict.fromkeys(sites + parents)), list(dict.fromkeys(sites + places)))
 
 
 @functools.cache  # once for each state of affairs, not for each worker
@@ -274,25 +307,44 @@ class Pool:
             with self._lock:
                 place.calls -= 1
 
+    def start(self, key: WorkerKey) -> None:
+        """Have a worker started that the next calls will find; one that does not start, they will be told of."""
+        with contextlib.suppress(SandboxError):
+            place = self._reserve(key)
+            with self._lock:
+                place.calls -= 1
+
     def _reserve(self, key: WorkerKey) -> _Place:
         with self._lock:
             place = self._places.get(key)
             if place is None:
-                place = self._places[key] = _Place()
-                threading.Thread(target=self._start, args=(key, place), daemon=True).start()
+                place = _Place()
+                try:
+                    threading.Thread(target=self._start, args=(key, place), daemon=True).start()
+                except RuntimeError as error:  # no more threads: nobody would ever fill the place
+                    raise SandboxError(f"no thread to start a sandbox worker in: {error}") from error
+                self._places[key] = place
             self._places.move_to_end(key)
             place.calls += 1
         return place
 
     def _start(self, key: WorkerKey, place: _Place) -> None:
         try:
-            place.future.set_result(start_worker(key))
+            worker = start_worker(key)
         except BaseException as error:
             with self._lock:
                 if self._places.get(key) is place:
                     del self._places[key]
             place.future.set_exception(error)
-        self._retire()
+            return
+        with self._lock:
+            closed = self._places.get(key) is not place
+        if closed:
+            worker.close()
+            place.future.set_exception(SandboxError("the sandbox was shut down"))
+        else:
+            place.future.set_result(worker)
+            self._retire()
 
     def _retire(self) -> None:
         """End workers over the limit that have no call, those first that were not needed for longest."""
@@ -313,7 +365,10 @@ class Pool:
                     break
             else:
                 return
-        threading.Thread(target=worker.close, daemon=True).start()
+        try:
+            threading.Thread(target=worker.close, daemon=True).start()
+        except RuntimeError:  # no more threads
+            worker.close()
 
     def close(self) -> None:
         """End all workers; the next call starts another."""

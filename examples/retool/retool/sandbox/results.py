@@ -6,17 +6,30 @@ is bounded here.
 
 from __future__ import annotations
 
+import functools
+import os
 import re
 import signal
+import sys
 
 from retool.chat import shorten
 from retool.sandbox import wire
 
 MAX_OUTPUT_BYTES = 16 * 1024**2  # after this the call is ended
+# Nor may a call send more records than this, each of which costs the host some microseconds. A child coalesces what is
+# printed: a call that prints all of the above within its time sends fewer than a thousand.
+MAX_RECORDS = 4096
+# Of calls whose processor time was up: by themselves, or killed by the kernel where Python could not act on it.
+TIME_UP_STATUSES = (wire.CPU_TIME_UP, -signal.SIGVTALRM)
 
 
 class SandboxError(RuntimeError):
     """An infrastructure error: the sandbox failed, not the model's code. There is no observation to train on."""
+
+    def __reduce__(self) -> tuple[type[RuntimeError], tuple[str]]:
+        """As a plain RuntimeError: a driver of Ray that lacks this module could not read anything else, and would show
+        its own trouble with that instead of this error."""
+        return RuntimeError, (f"SandboxError: {self}",)
 
 
 class ToolOutput(str):
@@ -34,6 +47,28 @@ class ToolOutput(str):
         output = super().__new__(cls, text)
         output.outcome = outcome
         return output
+
+
+_NOT_TEXT = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b[@-_]|[\x00\x1b]")  # what a terminal would act on, and NUL
+
+
+def cleaned(text: str) -> str:
+    """What a call wrote, without terminal codes and without the folders of this machine.
+
+    Messages of Python and of libraries name files (`cannot import name ... from ...`, a module's repr): what is left of
+    them are paths below the library's own folder.
+    """
+    text = _NOT_TEXT.sub("", text) if "\x1b" in text or "\0" in text else text
+    return _folders(tuple(sys.path)).sub("", text) if "/" in text else text
+
+
+@functools.lru_cache(maxsize=4)
+def _folders(path: tuple[str, ...]) -> re.Pattern[str]:
+    folders = {os.path.dirname(os.__file__), os.path.dirname(__file__), os.path.expanduser("~"), *path}
+    folders |= {folder for folder in (sys.prefix, sys.base_prefix) if folder.count("/") > 2}
+    folders |= {os.path.realpath(folder) for folder in folders if folder}
+    named = sorted((folder.rstrip("/") for folder in folders if folder.count("/") > 1 or folder == "/root"), key=len)
+    return re.compile("(?:" + "|".join(re.escape(folder) for folder in reversed(named)) + ")/")
 
 
 class Capture:
@@ -61,9 +96,9 @@ class Capture:
         """At most `most` characters, among them a note of what is left out between head and tail."""
         dropped = self.size - len(self.head) - len(self.tail)
         if not dropped:
-            return shorten((self.head + self.tail).decode("utf-8", "replace").removesuffix("\n"), most)
+            return shorten(cleaned((self.head + self.tail).decode("utf-8", "replace")).removesuffix("\n"), most)
         head, tail = self.head.decode("utf-8", "replace"), self.tail.decode("utf-8", "replace")
-        return shorten(f"{head}{tail}".removesuffix("\n"), most, also_dropped=dropped)
+        return shorten(cleaned(f"{head}{tail}").removesuffix("\n"), most, also_dropped=dropped)
 
 
 class Reply:
@@ -73,6 +108,7 @@ class Reply:
         final: letter and text of the child's last record.
         exit_status: from the worker; negative: the signal.
         ended: "timeout" or "too_long", where the host ended the call.
+        cpu_seconds: processor time that the call had used when the wall clock's limit was up, as the worker said.
         not_confined: what a child said that could not confine itself; believed only if the source stayed unread.
     """
 
@@ -81,7 +117,9 @@ class Reply:
         self.final: tuple[bytes, str] | None = None
         self.exit_status: int | None = None
         self.ended = ""
+        self.cpu_seconds: float | None = None
         self.not_confined = ""
+        self.records = 0
 
     def is_complete(self) -> bool:
         return bool(self.ended or self.final or self.exit_status is not None)
@@ -89,6 +127,7 @@ class Reply:
     def add(self, record: bytes) -> bool:
         """Take in a record; True where nothing more is of interest."""
         letter, data = record[:1], record[1:]
+        self.records += 1
         if letter == wire.OUTPUT:
             self.output.add(data)
         elif letter in (wire.DONE, wire.RAISED, wire.NO_MEMORY):
@@ -96,12 +135,14 @@ class Reply:
             return True
         elif letter == wire.NOT_CONFINED:
             self.not_confined = data.decode("utf-8", "replace")
+        elif letter == wire.USED:
+            self.cpu_seconds = int(data) / 1000 if re.fullmatch(rb"\d{1,9}", data) else 0.0
         elif letter == wire.STATUS:
             self.exit_status = int(data) if re.fullmatch(rb"-?\d{1,3}", data) else 0
             return True
         else:
             self.errors.add(data)
-        if self.output.size + self.errors.size > MAX_OUTPUT_BYTES:
+        if self.output.size + self.errors.size > MAX_OUTPUT_BYTES or self.records > MAX_RECORDS:
             self.ended = "too_long"
             return True
         return False
@@ -117,7 +158,7 @@ def observation(reply: Reply, timeout: float, memory_bytes: int, most: int) -> T
         most: characters of the observation: first what went wrong, then errors, and the rest for the output.
     """
     outcome, ending = _ending(reply, timeout, memory_bytes)
-    parts = [shorten(ending, most // 2)] if ending else []
+    parts = [shorten(cleaned(ending), most // 2)] if ending else []
     if reply.errors.size:
         parts.insert(0, "Errors:\n" + reply.errors.text(most // 4))
     if reply.output.size:
@@ -130,7 +171,7 @@ def observation(reply: Reply, timeout: float, memory_bytes: int, most: int) -> T
 
 def _ending(reply: Reply, timeout: float, memory_bytes: int) -> tuple[str, str]:
     """(outcome, what to tell the model about it)."""
-    if reply.ended == "timeout":
+    if reply.ended == "timeout" or reply.exit_status in TIME_UP_STATUSES:
         return "timeout", f"Error: timed out after {timeout:g} seconds. Use a faster method or a smaller case."
     if reply.ended == "too_long":
         return (

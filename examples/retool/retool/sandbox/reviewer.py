@@ -10,14 +10,23 @@ import atexit
 import json
 import os
 import signal
+import socket
 import subprocess
 import threading
+import time
+from pathlib import Path
 
 from retool.sandbox import policy
 from retool.sandbox.processes import start_python
 from retool.sandbox.results import SandboxError
 
 LONG_CODE_CHARS = 1000  # about half a millisecond
+MAX_REVIEW_SECONDS = 20.0  # the longest source takes about one
+REVIEWER_START = (
+    "-c",
+    "import sys; sys.path.insert(0, sys.argv[1]); from retool.sandbox import policy; policy.main()",
+    str(Path(__file__).parents[2]),
+)
 ENDED_BY_SOURCE = {-signal.SIGSEGV, -signal.SIGABRT, -signal.SIGBUS}
 
 
@@ -33,7 +42,12 @@ async def review(code: str, allowed: frozenset[str]) -> policy.Review:
     """
     if len(code) <= LONG_CODE_CHARS:
         return policy.review(code, allowed)
-    return await asyncio.to_thread(REVIEWER.review, code, allowed)
+    try:
+        return await asyncio.to_thread(REVIEWER.review, code, allowed)
+    except RuntimeError as error:
+        if isinstance(error, SandboxError):
+            raise
+        raise SandboxError(f"no thread to review a source in: {error}") from error
 
 
 def review_here(code: str, allowed: frozenset[str]) -> policy.Review:
@@ -47,6 +61,7 @@ class Reviewer:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
+        self._socket: socket.socket | None = None  # the process's standard input and output
 
     @property
     def process_id(self) -> int | None:
@@ -62,34 +77,64 @@ class Reviewer:
         with self._lock:
             if self._process is not None and self._process.poll() is not None:  # died since its last source
                 self._close()
-            if self._process is None:
-                self._process = start_python(policy.__file__, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-            answer = self._exchange(self._process, request)
+            try:
+                answer = self._exchange(request)
+            except TimeoutError:
+                self._close()
+                message = f"the process that reviews sources did not answer within {MAX_REVIEW_SECONDS:g} seconds"
+                raise SandboxError(message) from None
             if not answer.endswith(b"\n"):
+                assert self._process
                 status = self._process.wait()
                 self._close()
                 if status not in ENDED_BY_SOURCE:
                     raise SandboxError(f"the process that reviews sources ended with exit status {status}")
                 problem = "Python's parser crashed on the code. Write it in a simpler way."
                 return policy.Review(refusal=problem, unreadable=problem)
-        refusal, unreadable, shown, imports = json.loads(answer)
-        return policy.Review(refusal, unreadable, tuple(shown), tuple(imports))
+        refusal, unreadable, shown, imports, guarded = json.loads(answer)
+        return policy.Review(refusal, unreadable, tuple(shown), tuple(imports), guarded)
 
-    @staticmethod
-    def _exchange(process: subprocess.Popen[bytes], request: bytes) -> bytes:
-        assert process.stdin and process.stdout
+    def _exchange(self, request: bytes) -> bytes:
+        """Its answer, or as much as it wrote before it died; TimeoutError: it is slower than any source can be."""
+        if self._socket is None:
+            self._start()
+        assert self._socket
+        answer = b""
+        deadline = time.monotonic() + MAX_REVIEW_SECONDS
         try:
-            process.stdin.write(request)
-            process.stdin.flush()
-            return process.stdout.readline()
+            self._socket.settimeout(MAX_REVIEW_SECONDS)
+            self._socket.sendall(request)
+            while not answer.endswith(b"\n"):
+                self._socket.settimeout(max(0.001, deadline - time.monotonic()))
+                part = self._socket.recv(1 << 16)
+                if not part:
+                    break
+                answer += part
+        except TimeoutError:
+            raise
         except OSError:
-            return b""
+            pass
+        return answer
+
+    def _start(self) -> None:
+        ours, theirs = socket.socketpair()
+        try:
+            self._process = start_python(*REVIEWER_START, stdin=theirs, stdout=theirs)
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        self._socket = ours
 
     def _close(self) -> None:
         process, self._process = self._process, None
+        connection, self._socket = self._socket, None
+        if connection is not None:
+            connection.close()
         if process is not None:
             process.kill()
-            process.communicate()
+            process.wait()
 
     def close(self) -> None:
         """End the process; the next long source starts another."""
@@ -100,12 +145,9 @@ class Reviewer:
         """In a forked child of the host: the process is the parent's."""
         if self._process is not None:
             self._process.returncode = 0  # not ours to wait for
-            for pipe in (self._process.stdin, self._process.stdout):
-                assert pipe
-                # Not closed: a thread that does not exist here may hold the file's own lock for ever.
-                with open(os.devnull, "r+b") as nothing:
-                    os.dup2(nothing.fileno(), pipe.fileno(), inheritable=False)
-        self._lock, self._process = threading.Lock(), None
+        if self._socket is not None:
+            self._socket.close()
+        self._lock, self._process, self._socket = threading.Lock(), None, None
 
 
 REVIEWER = Reviewer()

@@ -7,6 +7,18 @@ import threading
 from collections import deque
 
 
+class _Turn:
+    """A task in line: what wakes it, and whether it was handed a place."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop):
+        self.loop, self.granted = loop, False
+        self.woken: asyncio.Future[None] = loop.create_future()
+
+    def wake(self) -> None:
+        if not self.woken.done():  # cancelled meanwhile: its own handler passes the place on
+            self.woken.set_result(None)
+
+
 class ProcessSemaphore:
     """`async with` like an asyncio.Semaphore, for all loops and threads of the process; first come, first served.
 
@@ -20,8 +32,9 @@ class ProcessSemaphore:
     def after_fork(self) -> None:
         """All places free and nobody in line: in a forked child of the host, whose tasks are the parent's."""
         self._free = self._value
-        self._lock = threading.Lock()
-        self._waiting: deque[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = deque()
+        # Reentrant: a garbage collection may end an abandoned task, which gives its place back, anywhere in here.
+        self._lock = threading.RLock()
+        self._waiting: deque[_Turn] = deque()
 
     @property
     def free(self) -> int:
@@ -33,23 +46,30 @@ class ProcessSemaphore:
         """Tasks in line, those of closed loops included."""
         return len(self._waiting)
 
+    def resize(self, value: int) -> None:
+        """Allow `value` holders from now on; where more hold a place already, none is handed out until they are fewer."""
+        with self._lock:
+            more, self._value = value - self._value, value
+            self._free += more
+            for _ in range(min(self._free, len(self._waiting))):
+                self._free -= 1
+                self._release()
+
     async def __aenter__(self) -> None:
-        loop = asyncio.get_running_loop()
         with self._lock:
             if self._free > 0:
                 self._free -= 1
                 return
-            turn = loop.create_future()
-            self._waiting.append((loop, turn))
+            turn = _Turn(asyncio.get_running_loop())
+            self._waiting.append(turn)
         try:
-            await turn
+            await turn.woken
         except BaseException:
             with self._lock:
-                granted = (loop, turn) not in self._waiting
-                if not granted:
-                    self._waiting.remove((loop, turn))
-            if granted:
-                self._release()
+                if turn in self._waiting:
+                    self._waiting.remove(turn)
+                if turn.granted:
+                    self._release()
             raise
 
     async def __aexit__(self, *_exception: object) -> None:
@@ -57,19 +77,13 @@ class ProcessSemaphore:
 
     def _release(self) -> None:
         """Hand the place to the longest waiting task whose loop still runs, else put it back."""
-        while True:
-            with self._lock:
-                if not self._waiting:
-                    self._free += 1
+        with self._lock:
+            while self._free >= 0 and self._waiting:
+                turn = self._waiting.popleft()
+                turn.granted = True
+                try:
+                    turn.loop.call_soon_threadsafe(turn.wake)
                     return
-                loop, turn = self._waiting.popleft()
-            try:
-                loop.call_soon_threadsafe(self._grant, turn)
-                return
-            except RuntimeError:
-                continue  # that loop was closed with the task still waiting
-
-    @staticmethod
-    def _grant(turn: asyncio.Future[None]) -> None:
-        if not turn.done():  # cancelled meanwhile: its own handler passes the place on
-            turn.set_result(None)
+                except RuntimeError:  # that loop was closed with the task still waiting: it may end later, or never
+                    turn.granted = False
+            self._free += 1

@@ -7,10 +7,11 @@ of the control socket.
 
     host -- control (SEQPACKET) --------------> worker   its settings, marshalled; answered by the text of a dict
          -- control: FORK + descriptors ------> worker   fork a child for each, which owns this descriptor
-         -- call (SEQPACKET, the descriptor) -> child    one record: three numbers and the source
+         -- call (SEQPACKET, the descriptor) -> child    one record: four numbers and the source
          <- call ------------------------------ child    records: a letter, then bytes
          <- call ------------------------------ worker   STATUS + exit status, after the child was reaped
-    host shuts its sending side of the call --> worker   the time is up: the child is told to flush its output
+    host shuts its sending side of the call --> worker   the wall clock's limit is up: the child is told to flush and end
+         <- call ------------------------------ worker   USED + the child's processor time so far, in milliseconds
     host closes the call ---------------------> worker   the child's process group is killed
     host closes control, or dies -------------> worker   everything is killed, the worker ends
 
@@ -35,6 +36,7 @@ import signal
 import socket
 import struct
 import sys
+import time
 import traceback
 import types
 from collections import namedtuple
@@ -44,10 +46,11 @@ from functools import partial
 # What the host has under the same names in ``wire.py``.
 MAX_REQUEST_BYTES = 1 << 16
 MAX_FORKS = 64
-FORK, STATUS, NOT_CONFINED = b"F", b"X", b"S"
+FORK, STATUS, USED, NOT_CONFINED = b"F", b"X", b"T", b"S"
 
 SETUP_FAILED = 70  # exit status of a child that could not confine itself; its source stays unread
 CHILD_NICE = 5  # at least; with 19, children pile up half done while others start: a tenth fewer calls a second
+MAX_STACK_BYTES = 64 * 1024**2  # for deep recursion; the kernel keeps some 128 MB free for a stack to grow
 MAX_CHILD_DESCRIPTORS = 16  # numbers that a child may use; those of open descriptors may be higher
 
 # What the host wants of this worker: the first record on the control socket.
@@ -61,6 +64,12 @@ Settings = namedtuple(
         "memory_bytes",  # what one call may add to the worker's own address space
         "user_id",  # for a host that is root
         "layers_off",  # to leave out; for tests
+        # What `notebook.Guards` needs.
+        "forbidden_attributes",
+        "special_attributes",
+        "own_names",
+        "stand_ins",
+        "max_recursion",
     ),
 )
 
@@ -79,6 +88,7 @@ _libc.prctl.argtypes = [ctypes.c_int] + [ctypes.c_ulong] * 4
 
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_CAPBSET_DROP, PR_SET_SECUREBITS = 1, 4, 22, 24, 28
 PR_SET_NO_NEW_PRIVS = 38
+CPUCLOCK_SCHED = 2  # low bits of the number of another process's clock, its identifier's complement before them
 SECUREBITS_LOCKED = 0xEF  # root is no special user, a change of user grants nothing, and neither can be undone
 SFD_NONBLOCK, SFD_CLOEXEC = os.O_NONBLOCK, os.O_CLOEXEC
 SYS_LANDLOCK_CREATE, SYS_LANDLOCK_ADD, SYS_LANDLOCK_RESTRICT = 444, 445, 446
@@ -195,7 +205,8 @@ def _installer(program: _Program) -> partial:
 
 # Rights of the first ABI and those that later ones added, by the ABI that brought them.
 FILE_RIGHTS = {1: 0x1FFF, 2: 1 << 13, 3: 1 << 14, 5: 1 << 15}
-READ_RIGHTS = 1 << 2 | 1 << 3  # files, directories
+READ_FILE = 1 << 2
+READ_RIGHTS = READ_FILE | 1 << 3  # files, directories
 TCP_BIND_CONNECT, ABSTRACT_SOCKETS_AND_SIGNALS = 0b11, 0b11  # from ABI 4, from ABI 6
 QUIET_FROM_ABI, QUIET = 7, 1  # denials are not written to the kernel's audit log
 
@@ -214,7 +225,8 @@ def _ruleset(readable: list[str]) -> tuple[int, int]:
     _check(ruleset, "Landlock ruleset")
     for path in readable:
         parent = os.open(path, os.O_PATH | os.O_CLOEXEC)
-        rule = ctypes.create_string_buffer(struct.pack("=Qi", READ_RIGHTS, parent))
+        rights = READ_RIGHTS if os.path.isdir(path) else READ_FILE
+        rule = ctypes.create_string_buffer(struct.pack("=Qi", rights, parent))
         added = _libc.syscall(SYS_LANDLOCK_ADD, ruleset, 1, ctypes.addressof(rule), 0, 0)
         _check(added, f"Landlock rule for {path}")
         os.close(parent)
@@ -226,7 +238,7 @@ def _library_directories(paths: list[str]) -> list[str]:
     with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as maps:
         mapped = {line.split(maxsplit=5)[5].rstrip("\n") for line in maps if ".so" in line}
     directories = {os.path.dirname(name) for name in mapped} | {os.path.dirname(os.__file__), *paths}
-    return sorted(name for name in directories if os.path.isdir(name))
+    return sorted(name for name in directories if os.path.exists(name))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -315,7 +327,9 @@ def listen(confinement: Confinement) -> None:
     of one that blocks SIGALRM or SIGUSR1 would never flush.
     """
     signal.signal(signal.SIGALRM, confinement.notebook.flush)
-    signal.signal(signal.SIGUSR1, confinement.notebook.time_is_up)
+    signal.signal(signal.SIGUSR1, confinement.notebook.wall_time_is_up)
+    signal.signal(signal.SIGPROF, confinement.notebook.cpu_time_is_up)
+    signal.signal(signal.SIGVTALRM, signal.SIG_DFL)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, {signal.SIGCHLD})
     signals = struct.pack("=Q", 1 << (signal.SIGCHLD - 1)).ljust(128, b"\0")
@@ -366,6 +380,8 @@ def limit_resources(confinement: Confinement) -> None:
         mapped = int(statm.read().split()[0]) * resource.getpagesize()
     limit = at_most(resource.RLIMIT_AS, mapped + confinement.settings.memory_bytes)
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    stack, hard = at_most(resource.RLIMIT_STACK, MAX_STACK_BYTES), resource.getrlimit(resource.RLIMIT_STACK)[1]
+    resource.setrlimit(resource.RLIMIT_STACK, (stack, hard))
     for name in ("CORE", "FSIZE", "MEMLOCK", "MSGQUEUE"):
         resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (0, 0))
     for name, most in (("NPROC", 0), ("NOFILE", at_most(resource.RLIMIT_NOFILE, MAX_CHILD_DESCRIPTORS))):
@@ -384,7 +400,7 @@ def change_user(confinement: Confinement) -> None:
         os.seteuid(user_id)
         try:
             for path in confinement.readable:
-                os.listdir(path)
+                os.listdir(path) if os.path.isdir(path) else os.close(os.open(path, os.O_RDONLY))
         except OSError as error:
             os.seteuid(0)
             os.setresgid(0, 0, 0)
@@ -526,6 +542,7 @@ class Worker:
         # Where calls run: dataclasses and typing look names up there.
         self.main_module = sys.modules["__main__"] = types.ModuleType("__main__")
         self.random_states = confinement.notebook.random_states()
+        self.guards = confinement.notebook.Guards(confinement.settings)
         # By descriptor: the worker's copy of it, the child's process id.
         self.calls: dict[int, tuple[socket.socket, int]] = {}
         self.descriptors: dict[int, int] = {}  # by process id
@@ -561,7 +578,9 @@ class Worker:
             if process == 0:
                 try:
                     self.become_child(call.fileno(), highest)
-                    self.confinement.notebook.run_call(call, self.main_module.__dict__, self.random_states)
+                    self.confinement.notebook.run_call(
+                        call, self.main_module.__dict__, self.random_states, self.guards
+                    )
                     os._exit(0)
                 finally:
                     os._exit(SETUP_FAILED)
@@ -588,7 +607,16 @@ class Worker:
             self.signal(descriptor, signal.SIGKILL)
         else:
             self.epoll.modify(descriptor, 0)
+            self.tell_used(descriptor)
             self.signal(descriptor, signal.SIGUSR1)
+
+    def tell_used(self, descriptor: int) -> None:
+        call, process = self.calls[descriptor]
+        try:
+            used = time.clock_gettime(~process << 3 | CPUCLOCK_SCHED)
+            call.send(USED + b"%d" % (used * 1000), socket.MSG_DONTWAIT)
+        except OSError:
+            pass  # it has ended, or the host is not reading
 
     def signal(self, descriptor: int, number: int) -> None:
         process = self.calls[descriptor][1]
