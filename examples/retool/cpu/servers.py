@@ -242,7 +242,7 @@ def keep_server(server: Server) -> None:
 def stop_server(server: Server) -> None:
     """Have the launcher end its group, or end both. The launcher is reaped last: it holds the group's id."""
     with contextlib.suppress(ProcessLookupError):
-        server.process.terminate()
+        os.kill(server.process.pid, signal.SIGTERM)  # Popen's own would reap it
         deadline = time.monotonic() + STOP_TIMEOUT
         while server.exit_code() is None and time.monotonic() < deadline:
             time.sleep(0.05)
