@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -92,21 +93,24 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def _positive(text: str) -> int:
-    if (number := int(text)) < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return number
+    return int(_number(text, int, "a whole number, at least 1", lambda number: number >= 1))
 
 
 def _seed(text: str) -> int:
-    if not 0 <= (number := int(text)) < 2**32:
-        raise argparse.ArgumentTypeError("must be from 0 to 4294967295")
-    return number
+    return int(_number(text, int, "a whole number from 0 to 4294967295", lambda number: 0 <= number < 2**32))
 
 
 def _limit(text: str) -> float:
-    if not (0 < (number := float(text)) < math.inf):
-        raise argparse.ArgumentTypeError("must be a positive number")
-    return number
+    return _number(text, float, "a positive number", lambda number: 0 < number < math.inf)
+
+
+def _number(text: str, kind: type, what: str, fits: Callable[[float], bool]) -> float:
+    try:
+        if fits(number := kind(text)):
+            return number
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(f"{text} is not {what}")
 
 
 def _url(text: str) -> str:

@@ -50,8 +50,9 @@ pip_install() { # pip_install COUNT WHAT ARGUMENTS ...: all of its output is in 
     log_start=$(($(wc -c <"$log") + 1))
     before=$(count_installed)
     # Its temporary files beside the environment: TMPDIR may be small, and is not ours to leave anything in.
-    TMPDIR="$scratch" "$venv/bin/python" -m pip install --disable-pip-version-check --no-input --no-color "$@" \
-        >>"$log" 2>&1 </dev/null &
+    : >"$scratch/details.log" # where pip says of each index why it had nothing
+    TMPDIR="$scratch" "$venv/bin/python" -m pip install --disable-pip-version-check --no-input --no-color \
+        --log "$scratch/details.log" "$@" >>"$log" 2>&1 </dev/null &
     pip=$!
     while kill -0 "$pip" 2>/dev/null; do
         line=$(this_log | awk -v total="$count" '/^ *(Collecting|Processing) / { ++n; name = $2; sub(/.*\//, "", name) }
@@ -79,17 +80,16 @@ count_installed() {
 }
 
 why_pip_failed() { # why_pip_failed CODE: the kind of failure, and what to do about it
-    local has='grep -qE'
-    if this_log | $has 'No space left on device'; then
+    if pip_said 'No space left on device'; then
         printf 'the disk is full; name another place in RETOOL_CACHE'
-    elif this_log | $has 'CERTIFICATE_VERIFY_FAILED|SSLError|SSLCertVerificationError'; then
+    elif pip_said 'CERTIFICATE_VERIFY_FAILED|SSLError|SSLCertVerificationError' && ! an_index_answered; then
         printf "the index's certificate is not trusted here (a proxy that opens TLS?); name its CA file in PIP_CERT"
-    elif this_log | $has 'ProxyError|Cannot connect to proxy'; then
+    elif pip_said 'ProxyError|Cannot connect to proxy' && ! an_index_answered; then
         printf 'the proxy does not answer; see HTTPS_PROXY'
     elif no_network; then
         printf 'no network: the index cannot be reached'
-    elif this_log | $has '(40[13]|407|429|5[0-9][0-9]) (Client|Server) Error|HTTP error (40[13]|407|429|5[0-9][0-9])'; then
-        printf 'the index refuses: %s' "$(this_log | grep -oE '[0-9]{3} (Client|Server) Error[^\n]{0,80}|HTTP error.{0,80}' | tail -n 1)"
+    elif pip_said "$refusal"; then
+        printf 'the index refuses: %s' "$(grep -ohE "$refusal" "$scratch/details.log" | tail -n 1)"
     elif no_match; then
         printf 'the index has no such package for %s: %s' "$("$python" -V)" \
             "$(this_log | grep -oE 'No matching distribution found for .*' | tail -n 1)"
@@ -103,18 +103,24 @@ why_pip_failed() { # why_pip_failed CODE: the kind of failure, and what to do ab
     printf ' (all of it: %s)' "$log"
 }
 
-no_match() { # or, with a constraint on the package, ResolutionImpossible
-    this_log | grep -qE 'No matching distribution|Could not find a version|ResolutionImpossible'
-}
+refusal='(40[1357]|429|5[0-9][0-9]) (Client|Server) Error|too many [0-9]{3} error responses'
+
+pip_said() { grep -qE "$1" "$scratch/details.log" || this_log | grep -qE "$1"; }
+no_match() { pip_said 'No matching distribution|Could not find a version|ResolutionImpossible'; } # the last: a constraint
+an_index_answered() { pip_said 'Found link|Skipping link: none of|404 Client Error'; }
 no_network() {
-    this_log | grep -qE 'NewConnectionError|NameResolutionError|ConnectTimeout|ReadTimeout|Failed to establish a new connection|Connection (refused|reset)|Network is unreachable|Temporary failure in name resolution'
+    local errors='NewConnectionError|NameResolutionError|ConnectTimeout|ReadTimeout|connection error'
+    errors+='|Failed to establish a new connection|Connection (refused|reset)|Network is unreachable'
+    pip_said "$errors" && ! pip_said "$refusal" && ! an_index_answered
 }
 
 install_torch() { # install_torch REQUIREMENT: first, since it is what an index most likely does not have
     local code=0
     pip_install 1 torch --no-deps "$1" || code=$?
     if ((code == 0)); then return; fi
-    if ! no_match || no_network; then die "pip could not install $1: $(why_pip_failed "$code")"; fi
+    if ! no_match || no_network || pip_said "$refusal|SSLError|ProxyError"; then
+        die "pip could not install $1: $(why_pip_failed "$code")"
+    fi
     say "  pip's index has no $1: trying $torch_index"
     pip_install 1 torch --no-deps --retries 1 --index-url "$torch_index" "$1" && return
     say "  not there either: taking PyPI's own build of torch, which brings NVIDIA's libraries"

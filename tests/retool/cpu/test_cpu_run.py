@@ -148,8 +148,8 @@ def test_a_count_must_be_a_positive_number(tmp_path, option, value):
     "arguments, said",
     [
         (["--lim", "3"], "unrecognized arguments: --lim"),
-        (["--logprob-limit", "nan"], "--logprob-limit: must be a positive number"),
-        (["--seed", "-1"], "--seed: must be from 0"),
+        (["--logprob-limit", "nan"], "--logprob-limit: nan is not a positive number"),
+        (["--seed", "-1"], "--seed: -1 is not a whole number from 0"),
         (["--engine", "http://127.0.0.1:8000", "--keep-engine"], "not allowed with"),
     ],
 )
