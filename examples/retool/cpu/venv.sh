@@ -21,8 +21,9 @@ cuda_mb=7000   # on top of that, where only PyPI's own build of torch is to be h
 # PyPI carries only builds of torch that want NVIDIA's libraries, 5 GB of them; PyTorch's own index has the CPU's.
 torch_index=${RETOOL_TORCH_INDEX:-https://download.pytorch.org/whl/cpu}
 
+pins() { grep -v '^#' "$1" | LC_ALL=C sort; } # what an environment depends on: a comment or the order changes nothing
 digest() { "$python" -c 'import hashlib, sys; print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest()[:12])'; }
-installed() { [[ -e "$venv/.installed-$(digest <"$1")" ]]; }
+installed() { [[ -e "$venv/.installed-$(pins "$1" | digest)" ]]; }
 
 check_room() { # check_room MB
     local free_mb
@@ -33,14 +34,12 @@ check_room() { # check_room MB
 make_venv() {
     local wheel
     "$venv/bin/python" -m pip --version >/dev/null 2>&1 && return
-    if "$python" -c 'import ensurepip' 2>/dev/null; then
-        "$python" -m venv "$venv" >>"$log" 2>&1 && return
-    else # Debian's without python3-venv: pip installs itself from its wheel
-        pip_wheel >/dev/null || bring "pip" python3-pip-whl
-        wheel=$(pip_wheel) || die "pip is missing: $python has no module ensurepip"
-        "$python" -m venv --without-pip "$venv" >>"$log" 2>&1 &&
-            "$venv/bin/python" "$wheel/pip" install --quiet --no-index --no-deps "$wheel" >>"$log" 2>&1 && return
-    fi
+    "$python" -m venv "$venv" >>"$log" 2>&1 && return
+    # Debian's Python without python3-venv, or one that was unpacked: pip installs itself from its wheel.
+    pip_wheel >/dev/null || bring "pip" python3-pip-whl
+    wheel=$(pip_wheel) || die "pip is missing, and $python cannot bring it: $(tail -n 1 "$log")"
+    "$python" -m venv --without-pip "$venv" >>"$log" 2>&1 &&
+        "$venv/bin/python" "$wheel/pip" install --quiet --no-index --no-deps "$wheel" >>"$log" 2>&1 && return
     die "cannot make a virtual environment in $venv: $(tail -n 1 "$log")"
 }
 
@@ -144,7 +143,7 @@ install_file() {
     grep -v '^torch==' "$file" >"$scratch/requirements.txt"
     pip_install "$count" "$count packages" --no-deps -r "$scratch/requirements.txt" || code=$?
     ((code == 0)) || die "pip could not install $file: $(why_pip_failed "$code")"
-    : >"$venv/.installed-$(digest <"$file")"
+    : >"$venv/.installed-$(pins "$file" | digest)"
 }
 
 stopped() { # stopped CODE: by a signal, which a background process in a script does not get by itself
@@ -161,7 +160,7 @@ for file in "$requirements" "$@"; do
     [[ -r $file ]] || die "the requirements file $file is missing"
 done
 need_python
-venv=${RETOOL_VENV:-$RETOOL_CACHE/venv-$({ cat "$requirements"; "$python" -VV; uname -m; } | digest)}
+venv=${RETOOL_VENV:-$RETOOL_CACHE/venv-$({ pins "$requirements"; "$python" -VV; uname -m; } | digest)}
 mkdir -p "$RETOOL_CACHE" "$venv" 2>/dev/null ||
     die "cannot write to $RETOOL_CACHE and $venv; name other folders in RETOOL_CACHE and RETOOL_VENV"
 log="$RETOOL_CACHE/pip.log"
