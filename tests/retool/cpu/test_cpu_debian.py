@@ -48,7 +48,7 @@ def run_in(root: Path, user: str, command: str) -> subprocess.CompletedProcess:
     settings = {
         name: value for name, value in os.environ.items() if name in ("PIP_CERT", "PIP_FIND_LINKS", "PIP_INDEX_URL")
     }
-    mounts = [f"mount -t proc proc {root}/proc", f"mount --rbind /dev {root}/dev"]
+    mounts = [f"mount -t proc proc {root}/proc", f"mount --rbind /sys {root}/sys", f"mount --rbind /dev {root}/dev"]
     for name in ("PIP_CERT", "PIP_FIND_LINKS"):
         if (value := settings.get(name)) and os.path.exists(value):
             target = root / "machine" / name
