@@ -35,11 +35,12 @@ make_venv() {
     local wheel
     "$venv/bin/python" -m pip --version >/dev/null 2>&1 && return
     "$python" -m venv "$venv" >>"$log" 2>&1 && return
-    # Debian's Python without python3-venv, or one that was unpacked: pip installs itself from its wheel.
+    # Debian's Python without python3-venv, or one that was unpacked: pip is unpacked from its wheel. (It could be run
+    # from there to install itself, but Debian's does not find its certificates in an archive.)
     pip_wheel >/dev/null || bring "pip" python3-pip-whl
     wheel=$(pip_wheel) || die "pip is missing, and $python cannot bring it: $(tail -n 1 "$log")"
     "$python" -m venv --without-pip "$venv" >>"$log" 2>&1 &&
-        "$venv/bin/python" "$wheel/pip" install --quiet --no-index --no-deps "$wheel" >>"$log" 2>&1 && return
+        "$venv/bin/python" -m zipfile -e "$wheel" "$venv"/lib/python3*/site-packages >>"$log" 2>&1 && return
     die "cannot make a virtual environment in $venv: $(tail -n 1 "$log")"
 }
 
