@@ -32,16 +32,18 @@ check_room() { # check_room MB
 }
 
 make_venv() {
-    local wheel
+    local wheel site certificates=/etc/ssl/certs/ca-certificates.crt
     "$venv/bin/python" -m pip --version >/dev/null 2>&1 && return
     "$python" -m venv "$venv" >>"$log" 2>&1 && return
-    # Debian's Python without python3-venv, or one that was unpacked: pip is unpacked from its wheel. (It could be run
-    # from there to install itself, but Debian's does not find its certificates in an archive.)
+    # Debian's Python without python3-venv, or one that was unpacked: pip is unpacked from its wheel.
     pip_wheel >/dev/null || bring "pip" python3-pip-whl
     wheel=$(pip_wheel) || die "pip is missing, and $python cannot bring it: $(tail -n 1 "$log")"
-    "$python" -m venv --without-pip "$venv" >>"$log" 2>&1 &&
-        "$venv/bin/python" -m zipfile -e "$wheel" "$venv"/lib/python3*/site-packages >>"$log" 2>&1 && return
-    die "cannot make a virtual environment in $venv: $(tail -n 1 "$log")"
+    "$python" -m venv --without-pip "$venv" >>"$log" 2>&1 || die "cannot make $venv: $(tail -n 1 "$log")"
+    site=$(echo "$venv"/lib/python3*/site-packages)
+    "$venv/bin/python" -m zipfile -e "$wheel" "$site" >>"$log" 2>&1 || die "cannot unpack $wheel: $(tail -n 1 "$log")"
+    if [[ ! -r $certificates ]]; then # Debian's pip looks there, and fails; the usual ones are in its wheel as well
+        sed -i "s|$certificates|$site/pip/_vendor/certifi/cacert.pem|" "$site/pip/_vendor/certifi/core.py"
+    fi
 }
 
 pip_install() { # pip_install COUNT WHAT ARGUMENTS ...: all of its output is in the log from byte `log_start` on
