@@ -113,6 +113,7 @@ def _explained(path: Path) -> Iterator[None]:
 
 
 def sample_record(sample: Any) -> dict[str, Any]:
+    """What a line of samples.jsonl holds of one of vime's samples."""
     fields = ["index", "group_index", "prompt", "label", "response", "reward", "response_length", "loss_mask"]
     fields += ["rollout_log_probs", "tokens", "remove_sample", "non_generation_time", "metadata"]
     record = {name: getattr(sample, name) for name in fields}
