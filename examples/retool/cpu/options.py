@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import math
+from collections.abc import Callable
 from pathlib import Path
+from urllib.parse import urlsplit
 
 CPU = Path(__file__).resolve().parent
 EXAMPLE = CPU.parent
-
-
+PROBLEMS = CPU / "problems.jsonl"
+DEFAULT_LIMIT = 12  # of these: about three minutes on two cores
 # At 1.0 the packaged model seldom closes its code block. The engine scores at this temperature, as vime has it score.
 TEMPERATURE = 0.6
 
@@ -18,19 +21,56 @@ class RunError(Exception):
 
 
 def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The options, each checked as far as that needs no file.
+
+    Args:
+        arguments: the command line without the program; None for this process's own.
+
+    Returns:
+        problems, limit (None: all), samples, engine, keep_engine, model, max_tokens, output, seed, examples (None: only
+        for the packaged model) and logprob_limit.
+
+    Raises:
+        SystemExit: after --help with code 0, after a wrong option with code 2 and one line that says what was wrong.
+    """
     parser = argparse.ArgumentParser(
         prog="rollout_on_cpu.sh",
         description="Real rollouts with tool calls on the CPU. VIME_ROOT names a vime checkout to go through.",
+        allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--problems", metavar="FILE", type=Path, default=CPU / "problems.jsonl", help="jsonl: prompt, label")
-    add("--limit", metavar="N", type=positive, help="only the first N problems")
-    add("--samples", metavar="N", type=positive, default=1, help="samples per problem (default: %(default)s)")
-    add("--engine", metavar="URL", help="a vLLM that is already up, on a GPU or not (default: one is started)")
+    add(
+        "--problems",
+        metavar="FILE",
+        type=Path,
+        help="jsonl: prompt, label (default: 42 problems of growing difficulty)",
+    )
+    add(
+        "--limit",
+        metavar="N",
+        type=_positive,
+        help=f"only the first N problems (default: {DEFAULT_LIMIT} of the 42, all of a FILE)",
+    )
+    add("--samples", metavar="N", type=_positive, default=1, help="samples per problem (default: %(default)s)")
+    engine = parser.add_mutually_exclusive_group()
+    engine.add_argument(
+        "--engine",
+        metavar="URL",
+        type=_url,
+        help="a vLLM that is already up, on a GPU or not (default: one is started)",
+    )
+    engine.add_argument(
+        "--keep-engine", action="store_true", help="leave the engine up after the run, for --engine of the next one"
+    )
     add("--model", metavar="DIR", type=Path, help="a model's directory (default: SmolLM2-135M, which pip brings)")
-    add("--max-tokens", metavar="N", type=positive, default=512, help="response budget (default: %(default)s)")
-    add("--output", metavar="DIR", type=Path, help="for samples.jsonl and logs (default: outputs/retool_on_cpu/DATE)")
-    add("--seed", metavar="N", type=int, default=42, help="of the sampling (default: %(default)s)")
+    add("--max-tokens", metavar="N", type=_positive, default=512, help="response budget (default: %(default)s)")
+    add(
+        "--output",
+        metavar="DIR",
+        type=Path,
+        help="a new folder for samples.jsonl and logs (default: outputs/retool_on_cpu/DATE)",
+    )
+    add("--seed", metavar="N", type=_seed, default=42, help="of the sampling (default: %(default)s)")
     add(
         "--examples",
         action=argparse.BooleanOptionalAction,
@@ -40,19 +80,45 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     add(
         "--logprob-limit",
         metavar="X",
-        type=float,
+        type=_limit,
         default=0.001,
         help="largest mean difference to transformers' log-probs (default: %(default)s, for an engine in float32; one "
         "in bfloat16 needs about 0.05)",
     )
     options = parser.parse_args(arguments)
-    if options.examples is None:
-        options.examples = options.model is None and options.engine is None
+    if options.problems is None:
+        options.problems = PROBLEMS
+        options.limit = options.limit or DEFAULT_LIMIT
     return options
 
 
-def positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return number
+def _positive(text: str) -> int:
+    return int(_number(text, int, "a whole number, at least 1", lambda number: number >= 1))
+
+
+def _seed(text: str) -> int:
+    return int(_number(text, int, "a whole number from 0 to 4294967295", lambda number: 0 <= number < 2**32))
+
+
+def _limit(text: str) -> float:
+    return _number(text, float, "a positive number", lambda number: 0 < number < math.inf)
+
+
+def _number(text: str, kind: type, what: str, fits: Callable[[float], bool]) -> float:
+    try:
+        if fits(number := kind(text)):
+            return number
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(f"{text} is not {what}")
+
+
+def _url(text: str) -> str:
+    parts = urlsplit(text)
+    try:
+        usable = parts.scheme == "http" and parts.hostname and not parts.path.strip("/") and (parts.port or 80)
+    except ValueError:
+        usable = False
+    if not usable:
+        raise argparse.ArgumentTypeError(f"{text}: vime talks to http://HOST:PORT, without a path")
+    return text.rstrip("/")

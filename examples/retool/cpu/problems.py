@@ -6,29 +6,40 @@ Contract: a problem is checked line by line before anything starts; RunError nam
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from cpu.options import RunError
 
+ROLES = ("system", "user", "assistant", "tool")
+
 
 class Problem(NamedTuple):
     prompt: str | list[dict[str, Any]]
     label: str | int | float
+    where: str  # FILE:LINE, for messages
 
     @property
     def question(self) -> str:
         """The text of the last user turn."""
         if isinstance(self.prompt, str):
             return self.prompt
-        texts = [m.get("content") for m in self.prompt if isinstance(m, dict) and m.get("role") == "user"]
-        return str(texts[-1]) if texts else ""
+        return [_text(message) for message in self.prompt if message["role"] == "user"][-1]
 
 
 def read_problems(path: Path, limit: int | None = None) -> list[Problem]:
-    """The file's problems, each line checked. RunError names the file and the line."""
+    """The problems of a file, one JSON object with prompt and label a line.
+
+    Args:
+        path: UTF-8 text, with or without a byte order mark.
+        limit: only the first so many; the lines after them are checked too.
+
+    Raises:
+        RunError: the file cannot be read, or a line is no problem; names the file and the line.
+    """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise RunError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start})") from error
     except OSError as error:
@@ -47,12 +58,39 @@ def _read_problem(line: str, where: str) -> Problem:
     if not isinstance(row, dict):
         raise RunError(f"{where}: a row must be a JSON object with prompt and label")
     prompt, label = row.get("prompt"), row.get("label")
-    is_messages = isinstance(prompt, list) and all(isinstance(m, dict) and "role" in m for m in prompt)
-    if not prompt or not (isinstance(prompt, str) or is_messages):
+    if not prompt or not isinstance(prompt, str | list):
         raise RunError(f'{where}: "prompt" must be a text or a list of messages ({_keys(row)})')
+    if isinstance(prompt, str) and not prompt.strip():
+        raise RunError(f'{where}: "prompt" is blank')
+    if isinstance(prompt, list):
+        _check_messages(prompt, where)
     if isinstance(label, bool) or not isinstance(label, str | int | float) or not str(label).strip():
         raise RunError(f'{where}: "label" must be the answer, a text or a number ({_keys(row)})')
-    return Problem(prompt, label)
+    if isinstance(label, float) and not math.isfinite(label) or str(label).strip().lower() == "nan":
+        raise RunError(f'{where}: "label" is {label}, which is no answer')
+    return Problem(prompt, label, where)
+
+
+def _check_messages(messages: list[Any], where: str) -> None:
+    for number, message in enumerate(messages, 1):
+        which = f"{where}: message {number} of the prompt"
+        if not isinstance(message, dict) or message.get("role") not in ROLES:
+            raise RunError(f'{which} must be an object with a "role" out of {", ".join(ROLES)}')
+        if message["role"] == "system" and number > 1:
+            raise RunError(f"{which} is a system message, which can only be the first")
+        if message["role"] in ("user", "tool") and not _text(message).strip():
+            raise RunError(f"{which}, a {message['role']} message, has no text")
+    if not any(message["role"] == "user" for message in messages):
+        raise RunError(f"{where}: the prompt has no user message")
+    if messages[-1]["role"] not in ("user", "tool"):
+        raise RunError(f"{where}: the prompt must end with a user or tool message, for the model to answer")
+
+
+def _text(message: dict[str, Any]) -> str:
+    content = message.get("content")
+    if isinstance(content, list):
+        content = "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
+    return content if isinstance(content, str) else ""
 
 
 def _keys(row: dict[str, Any]) -> str:

@@ -17,7 +17,8 @@ from rich.text import Text
 console = Console(highlight=False)
 
 
-def progress_display(*columns) -> Progress:
+def progress_display(*columns: Any) -> Progress:
+    """Progress bars with these columns beside them; nothing where the output is no terminal."""
     return Progress(
         SpinnerColumn(finished_text="[green]✓"),
         TextColumn("{task.description}"),
@@ -30,6 +31,8 @@ def progress_display(*columns) -> Progress:
 
 
 class Counts(NamedTuple):
+    """How far a rollout is."""
+
     done: int
     calls: int
     errors: int
@@ -52,6 +55,7 @@ def tool_errors(sample: Any) -> int:
 
 
 def count(samples: list[Any]) -> Counts:
+    """Over vime's samples, which the rollout fills in place meanwhile."""
     return Counts(
         done=sum(map(is_finished, samples)),
         calls=sum(getattr(sample, "tool_call_count", 0) for sample in samples),
@@ -64,6 +68,7 @@ _COLORS = {"prompt": "dim", "model": "green", "tool": "yellow"}
 
 
 def show_table(problems: list[Problem], groups: list[list[Any]]) -> None:
+    """A line for each problem, with the means over its samples, and one for all."""
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     room = max(24, min(48, console.width - 54))  # beside the other columns
     table.add_column("problem", no_wrap=True, overflow="ellipsis", width=room)
@@ -97,6 +102,7 @@ def _mean(values) -> str:
 
 
 def show_totals(samples: list[Any], seconds: float) -> None:
+    """One sentence on the whole rollout, which took so many seconds."""
     counts = count(samples)
     right = sum(bool(sample.reward.get("acc")) for sample in samples)
     console.print(
@@ -137,7 +143,16 @@ def transcript(sample, tokenizer) -> Text:
 
 
 def check(samples: list[Any], model_dir: str, limit: float) -> None:
-    """RunError unless every sample was rolled out and the log-probs agree."""
+    """Show the agreement of the log-probs.
+
+    Args:
+        samples: vime's, after the rollout.
+        model_dir: what the engine served.
+        limit: the largest mean difference, in nats.
+
+    Raises:
+        RunError: a sample was lost, none has anything to train on, or the log-probs differ.
+    """
     trained = [sample for sample in samples if any(sample.loss_mask)]
     if not trained:
         raise RunError("no sample has a token to train on; run.log says what became of them")
@@ -172,6 +187,13 @@ def compare_log_probs(model_dir: str, samples: list[Any]) -> Agreement:
     """Each trainable token's log-prob again, by transformers in float32 on `sample.tokens`, a sample at a time.
 
     vime has its engines score at the sampling temperature; one that was started otherwise may score without it.
+
+    Args:
+        model_dir: loads in transformers.
+        samples: each with a trainable token; tokens, loss_mask, rollout_log_probs and response_length are read.
+
+    Returns:
+        The agreement at the temperature at which it is better.
     """
     import torch
     from transformers import AutoModelForCausalLM

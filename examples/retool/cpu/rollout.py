@@ -8,41 +8,22 @@ import copy
 import itertools
 import logging
 import os
-import sys
 import threading
 import time
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-from cpu.options import EXAMPLE, TEMPERATURE, RunError
+from cpu.options import TEMPERATURE, RunError
 from cpu.problems import Problem, with_examples
 from cpu.report import console, count, is_finished, progress_display
-from cpu.servers import Engine, Server
+from cpu.servers import Engine, Server, check_alive
 from cpu.storage import SampleFile
-from retool.processes import last_log_line
 from rich.progress import MofNCompleteColumn, TimeElapsedColumn
 
 logger = logging.getLogger(__name__)
 
-STANDIN = EXAMPLE.parents[1] / "tests" / "retool" / "standin"
 CONCURRENCY = 16  # samples in flight: more only wait on a few cores
-
-
-def put_vime_on_path() -> str:
-    """Which vime the run goes through, in words."""
-    root = os.environ.get("VIME_ROOT")
-    folder = Path(root) if root else STANDIN
-    if not (folder / "vime" / "rollout" / "vllm_rollout.py").is_file():
-        if root:
-            raise RunError(f"VIME_ROOT={root} is no vime checkout: it has no vime/rollout/vllm_rollout.py")
-        raise RunError(f"the stand-in for vime is not at {folder}: name a vime checkout in VIME_ROOT")
-    sys.path.insert(0, str(folder))
-    return (
-        f"vime's own code in {folder}"
-        if root
-        else "the stand-in for vime in tests/retool/standin (VIME_ROOT is not set)"
-    )
+CORE_SECONDS = 31  # that the packaged model takes for a sample of up to 512 tokens
 
 
 def vime_arguments(engine: Engine, options: argparse.Namespace, groups: int) -> argparse.Namespace:
@@ -86,6 +67,7 @@ def vime_arguments(engine: Engine, options: argparse.Namespace, groups: int) -> 
 
 
 def make_samples(problems: list[Problem], per_problem: int, examples: bool) -> list[list[Any]]:
+    """vime's samples, a group for each problem; with `examples`, the worked examples go before each."""
     from vime.utils.types import Sample
 
     numbers = itertools.count()
@@ -103,8 +85,39 @@ def make_samples(problems: list[Problem], per_problem: int, examples: bool) -> l
     ]
 
 
+def check_lengths(groups: list[list[Any]], problems: list[Problem], engine: Engine) -> None:
+    """RunError that names the line of a prompt that leaves no room for a response."""
+    from retool.chat import render_prompt
+    from tool_sandbox import tool_registry
+    from transformers import AutoTokenizer
+
+    tokenizer, tools = AutoTokenizer.from_pretrained(engine.model), tool_registry.get_tool_specs()
+    for problem, group in zip(problems, groups, strict=True):
+        try:
+            text = render_prompt(group[0].prompt, tools)
+        except ValueError as error:
+            raise RunError(f"{problem.where}: {error}") from error
+        length = len(tokenizer(text, add_special_tokens=False)["input_ids"])
+        if length >= engine.context:
+            raise RunError(
+                f"{problem.where}: the prompt has {length} tokens with its system message, tools and worked examples, "
+                f"and the engine's context of {engine.context} tokens has no room for a response"
+            )
+
+
+def estimate(samples: int, max_tokens: int) -> str:
+    """How long the packaged model takes for so many samples on this machine's cores, in words."""
+    cores = len(os.sched_getaffinity(0))
+    minutes = samples * CORE_SECONDS * min(1, max_tokens / 512) / cores / 60
+    return f"about {max(1, round(minutes))} minute{'s' if minutes >= 1.5 else ''} on {cores} core{'s' if cores > 1 else ''}"
+
+
 def start_rollout(arguments: argparse.Namespace, groups: list[list[Any]]) -> concurrent.futures.Future:
-    """vime's rollout over the groups, in a thread: its samples are filled in place while it runs."""
+    """vime's rollout over the groups, in a thread: its samples are filled in place while it runs.
+
+    Returns:
+        A future that is done when the rollout is over, with its exception if it failed.
+    """
     from vime.rollout.vllm_rollout import generate_rollout
     from vime.utils.http_utils import init_http_client
 
@@ -125,7 +138,11 @@ def start_rollout(arguments: argparse.Namespace, groups: list[list[Any]]) -> con
 
 
 def watch(outcome: concurrent.futures.Future, samples: list[Any], servers: list[Server], file: SampleFile) -> None:
-    """Until the rollout is over: show where it is, write what is finished, and see that the servers live."""
+    """Until the rollout is over: show where it is, write what is finished, and see that the servers live.
+
+    Raises:
+        RunError: the rollout failed, a server ended, or the file cannot be written.
+    """
     unwritten = list(samples)
     started = said = time.monotonic()
     with progress_display(MofNCompleteColumn(), TimeElapsedColumn()) as progress:
@@ -144,9 +161,13 @@ def watch(outcome: concurrent.futures.Future, samples: list[Any], servers: list[
             if over:
                 break
             for server in servers:
-                if server.has_ended():
-                    raise RunError(f"{server.name} ended: {last_log_line(server.log)} (log: {server.log})")
+                check_alive(server, "during the rollout")
     if error := outcome.exception():
+        deadline = time.monotonic() + 3  # an engine that fails answers with errors before it ends
+        while servers and time.monotonic() < deadline:
+            for server in servers:
+                check_alive(server, "during the rollout")
+            time.sleep(0.1)
         raise RunError(f"the rollout failed: {one_line(error)}") from error
 
 

@@ -19,19 +19,19 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
 import logging
 import os
 import sys
 import time
 from pathlib import Path
 
+from cpu.check import check_input
+from cpu.model import packaged_folder
 from cpu.options import RunError, parse_options
-from cpu.problems import read_problems
 from cpu.report import check, console, show_table, show_totals, show_transcripts
-from cpu.rollout import make_samples, put_vime_on_path, start_rollout, vime_arguments, watch
+from cpu.rollout import check_lengths, estimate, make_samples, start_rollout, vime_arguments, watch
 from cpu.servers import serving
-from cpu.storage import RUN_MB, SampleFile, make_folder
+from cpu.storage import SampleFile, cache_folder, new_output, temporary_files
 from retool.processes import Stopped, raise_on_stop_signals
 
 logger = logging.getLogger(__name__)
@@ -54,17 +54,24 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def run(options: argparse.Namespace) -> None:
-    problems = read_problems(options.problems, options.limit)
-    vime = put_vime_on_path()
-    output = make_folder(options.output or _default_output(), RUN_MB, "--output")
+    given = check_input(options)
+    output = new_output(options.output)
     log_to(output / "run.log")
-    with contextlib.closing(SampleFile(output / "samples.jsonl")) as file:
-        console.print(f"going through {vime}")
-        with serving(options, output) as (engine, servers):
-            how = "each after worked examples of a tool call, " if options.examples else ""
-            console.print(f"{len(problems)} problems, {how}{options.samples} sample(s) each, from {options.problems}")
-            groups = make_samples(problems, options.samples, options.examples)
+    with temporary_files(), contextlib.closing(SampleFile(output / "samples.jsonl")) as file:
+        sys.path.insert(0, str(given.vime))
+        whose = "vime's own code in" if os.environ.get("VIME_ROOT") else "the stand-in for vime in"
+        console.print(f"going through {whose} {given.vime}; samples and logs: {output}")
+        with serving(options, output, meanwhile=import_libraries) as (engine, servers):
+            packaged = engine.model == str(packaged_folder(cache_folder()))
+            examples = packaged if options.examples is None else options.examples
+            groups = make_samples(given.problems, options.samples, examples)
             samples = [sample for group in groups for sample in group]
+            import_libraries()
+            check_lengths(groups, given.problems, engine)
+            parts = [f"{len(groups)} problems from {options.problems}", f"{options.samples} sample(s) each"]
+            parts += ["after worked examples of a tool call"] * examples
+            parts += [estimate(len(samples), options.max_tokens)] * (packaged and bool(servers))
+            console.print(", ".join(parts))
             started = time.monotonic()
             watch(start_rollout(vime_arguments(engine, options, len(groups)), groups), samples, servers, file)
             seconds = time.monotonic() - started
@@ -72,18 +79,18 @@ def run(options: argparse.Namespace) -> None:
         from transformers import AutoTokenizer
 
         show_transcripts(samples, AutoTokenizer.from_pretrained(engine.model))
-        show_table(problems, groups)
+        show_table(given.problems, groups)
         show_totals(samples, seconds)
         console.print(f"samples and logs: {output}")
         check(samples, engine.model, options.logprob_limit)
 
 
-def _default_output() -> Path:
-    return Path("outputs", "retool_on_cpu", f"{datetime.datetime.now():%Y-%m-%d_%H-%M-%S}")
-
-
 def log_to(path: Path) -> None:
-    """All logging and warnings to the file: vime and transformers would write across the progress display."""
+    """All logging and warnings to the file: vime and transformers would write across the progress display.
+
+    Raises:
+        RunError: it cannot be written.
+    """
     try:
         style = "%(asctime)s %(levelname)s %(name)s: %(message)s"
         logging.basicConfig(filename=path, level=logging.INFO, format=style, force=True)
@@ -93,11 +100,18 @@ def log_to(path: Path) -> None:
     logging.raiseExceptions = False  # a full disk is reported once, by the samples
     os.environ |= {"TQDM_DISABLE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_OFFLINE": "1"}
 
-    from transformers.utils import logging as transformers_logging
 
-    transformers_logging.disable_default_handler()
-    transformers_logging.enable_propagation()
-    transformers_logging.disable_progress_bar()
+def import_libraries() -> None:
+    """What takes seconds to import, so that it can be done while the engine starts."""
+    import generate_with_retool  # noqa: F401
+    import transformers
+    from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401
+
+    import vime.rollout.vllm_rollout  # noqa: F401
+
+    transformers.utils.logging.disable_default_handler()
+    transformers.utils.logging.enable_propagation()
+    transformers.utils.logging.disable_progress_bar()
 
 
 if __name__ == "__main__":

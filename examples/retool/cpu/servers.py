@@ -1,7 +1,7 @@
 """The servers of a run, vLLM and vllm-router: started, watched and ended.
 
-Contract: a server is started in a process group of its own and ended by that group, so that nothing else is ever
-touched. Whatever ends the run, a SIGKILL included, ends its servers.
+Contract: a server runs in a process group of its own, which launcher.py leads and ends, so that nothing else is ever
+touched. Whatever ends the run, a SIGKILL included, ends its servers, and nothing of them is left in TMPDIR or /dev/shm.
 """
 
 from __future__ import annotations
@@ -9,25 +9,30 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
 import httpx
-from cpu.model import MAX_MODEL_LEN, model_length, packaged_model
-from cpu.options import RunError
-from cpu.report import progress_display
+from cpu.check import MAX_MODEL_LEN, model_length
+from cpu.launcher import KEEP
+from cpu.model import packaged_model
+from cpu.options import CPU, RunError
+from cpu.report import console, progress_display
 from cpu.storage import cache_folder
-from retool.processes import free_ports, last_log_line, port_is_taken, stop_signals_held
+from retool.processes import LOOPBACK, free_ports, port_is_taken, stop_signals_held, why_it_ended
 from rich.progress import Progress, TimeElapsedColumn
 
 START_TIMEOUT = 900  # seconds; a large model on a slow disk
-STOP_TIMEOUT = 15  # seconds between asking a server to end and ending it
+STOP_TIMEOUT = 35  # seconds that the launcher may take to end its group; it kills what is left long before
 
 
 class Engine(NamedTuple):
@@ -41,19 +46,42 @@ class Engine(NamedTuple):
 
 class Server(NamedTuple):
     name: str
-    process: subprocess.Popen
+    process: subprocess.Popen  # its launcher, the leader of its process group
     url: str
     log: Path
+    folder: Path  # its temporary files
 
-    def has_ended(self) -> bool:
-        """Without reaping it: as long as it is not, the id of its process group belongs to nobody else."""
-        return os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    def exit_code(self) -> int | None:
+        """128 + signal where a signal ended it; None while it runs.
+
+        It is not reaped: as long as it is not, the id of its process group belongs to nobody else.
+        """
+        ended = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if ended is None:
+            return None
+        return ended.si_status if ended.si_code == os.CLD_EXITED else 128 + ended.si_status
 
 
 @contextlib.contextmanager
-def serving(options: argparse.Namespace, output: Path) -> Iterator[tuple[Engine, list[Server]]]:
-    """(the engine, the servers that were started for it), which are ended on every way out."""
+def serving(
+    options: argparse.Namespace, output: Path, meanwhile: Callable[[], object]
+) -> Iterator[tuple[Engine, list[Server]]]:
+    """An engine that is up: the one that --engine names, or one of this run's own behind a router.
+
+    Args:
+        options: engine, keep_engine, model and seed are read.
+        output: where the servers' logs go.
+        meanwhile: called in a thread while the servers start; what it raises is not looked at.
+
+    Yields:
+        (the engine, the servers that were started for it). They are ended on every way out, except that with
+        --keep-engine the engine stays up if the block raises nothing.
+
+    Raises:
+        RunError: a server does not come up, or the one that is named is not usable.
+    """
     servers: list[Server] = []
+    keep = False
     try:
         if options.engine:
             yield ask_engine(options.engine, options.model), servers
@@ -61,23 +89,38 @@ def serving(options: argparse.Namespace, output: Path) -> Iterator[tuple[Engine,
         model = (options.model or packaged_model(cache_folder())).resolve()
         with progress_display(TimeElapsedColumn()) as progress:
             servers.append(start_engine(model, options.seed, output))
+            threading.Thread(target=_quietly, args=(meanwhile,), daemon=True).start()
             wait_until_healthy(servers[0], progress)
             servers.append(start_router(servers[0], output))
             wait_until_healthy(servers[1], progress)
         yield ask_engine(servers[0].url, model, front=servers[1].url), servers
+        keep = options.keep_engine
     finally:
         with stop_signals_held():
+            if keep:
+                keep_server(servers.pop(0))
             for server in reversed(servers):
                 stop_server(server)
 
 
+def _quietly(work: Callable[[], object]) -> None:
+    with contextlib.suppress(Exception):  # the same comes up again where its result is needed
+        work()
+
+
 def ask_engine(url: str, model: Path | None, front: str | None = None) -> Engine:
-    """What the engine at `url` serves. RunError where it is down or is not usable with `model`."""
-    parts = urlsplit(url)
-    if parts.scheme != "http" or not parts.hostname or parts.path.strip("/"):
-        raise RunError(f"--engine {url}: vime talks to http://HOST:PORT, without a path")
+    """What the engine at `url` serves.
+
+    Args:
+        url: of the engine itself.
+        model: the directory that it has to serve; None for whatever it serves.
+        front: the router's URL, where requests go instead.
+
+    Raises:
+        RunError: it is down, or is not usable with `model`.
+    """
     try:
-        answer = httpx.get(f"{url.rstrip('/')}/v1/models", timeout=30, trust_env=False)
+        answer = httpx.get(f"{url}/v1/models", timeout=30, trust_env=False)
         answer.raise_for_status()
         served = answer.json()["data"]
     except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
@@ -86,20 +129,21 @@ def ask_engine(url: str, model: Path | None, front: str | None = None) -> Engine
         ) from error
     names = [entry["id"] for entry in served]
     name = str(model) if model else names[0]
-    if name not in names or not Path(name).is_dir():
+    if name not in names or not os.path.isdir(name):
         raise RunError(
             f"the engine at {url} serves {', '.join(names)}, and vime uses one name for the served model and for its "
             "directory: start the engine with --served-model-name DIR and pass the same --model DIR here"
         )
     context = next(entry for entry in served if entry["id"] == name).get("max_model_len") or MAX_MODEL_LEN
-    address = urlsplit(front) if front else parts
-    return Engine(name, context, address.hostname or parts.hostname, address.port or 80)
+    address = urlsplit(front or url)
+    return Engine(name, context, address.hostname or LOOPBACK, address.port or 80)
 
 
 def start_engine(model: Path, seed: int, output: Path) -> Server:
+    """vLLM with the model in this directory, in float32, as vime starts its engines otherwise."""
     [port] = free_ports(1)
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--seed", str(seed)]
+    command = [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+    command += ["--host", LOOPBACK, "--port", str(port), "--seed", str(seed)]
     command += ["--dtype", "float32", "--max-model-len", str(model_length(model))]
     command += ["--enable-scale-out"]  # opens /inference/v1/generate
     command += ["--logprobs-mode", "processed_logprobs"]  # this and the next: as vime starts its engines
@@ -110,6 +154,8 @@ def start_engine(model: Path, seed: int, output: Path) -> Server:
         "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",  # on two cores one in reserve would be half of the speed
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_CACHE_ROOT": str(cache_folder() / "vllm"),
+        "VLLM_RPC_BASE_PATH": ".",  # its sockets: their paths may have 107 characters, so relative to its directory
+        "TORCHDYNAMO_DISABLE": "1",  # vLLM compiles one function in spite of --enforce-eager
         "HF_HUB_OFFLINE": "1",
     }
     return start_server("vLLM", command, port, output / "engine.log", environment)
@@ -117,35 +163,26 @@ def start_engine(model: Path, seed: int, output: Path) -> Server:
 
 def start_router(engine: Server, output: Path) -> Server:
     port, metrics_port = free_ports(2)
-    command = [sys.executable, "-m", "vllm_router.launch_router", "--worker-urls", engine.url]
-    command += ["--host", "127.0.0.1", "--port", str(port)]
-    command += ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(metrics_port)]
+    command = [sys.executable, "-P", "-m", "vllm_router.launch_router", "--worker-urls", engine.url]
+    command += ["--host", LOOPBACK, "--port", str(port)]
+    command += ["--prometheus-host", LOOPBACK, "--prometheus-port", str(metrics_port)]
     return start_server("vllm-router", command, port, output / "router.log", {})
 
 
-# Leads the process group of the server that argv[1:] starts. Its stdin is a pipe from this run: should the run be
-# killed before it can end the server itself, the pipe ends, and the whole group with it. SIGTERM is for the server.
-_LAUNCHER = """
-import os, signal, subprocess, sys, threading
-
-def end_with_the_run():
-    sys.stdin.buffer.read()
-    os.killpg(os.getpgid(0), signal.SIGKILL)
-
-signal.signal(signal.SIGTERM, lambda signum, frame: None)
-server = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL)
-threading.Thread(target=end_with_the_run, daemon=True).start()
-os._exit(abs(server.wait()))
-"""
-
-
 def start_server(name: str, command: list[str], port: int, log: Path, environment: dict[str, str]) -> Server:
+    """Start a server below launcher.py; its output goes to `log`, `environment` is added to this process's own.
+
+    Raises:
+        RunError: the port is taken, or the server cannot be started.
+    """
     if port_is_taken(port):
-        raise RunError(f"port {port} on 127.0.0.1, meant for {name}, is in use by another program: run again")
+        raise RunError(f"port {port} on {LOOPBACK}, meant for {name}, is in use by another program: run again")
+    folder = None
     try:
+        folder = Path(tempfile.mkdtemp(prefix="server.", dir=cache_folder()))
         with log.open("wb") as output:
             process = subprocess.Popen(
-                [sys.executable, "-c", _LAUNCHER, *command],
+                [sys.executable, "-I", str(CPU / "launcher.py"), str(folder), *command],
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=output,
@@ -153,35 +190,62 @@ def start_server(name: str, command: list[str], port: int, log: Path, environmen
                 start_new_session=True,  # Ctrl-C in the terminal is for this run, which then ends its servers in order
             )
     except OSError as error:
+        if folder:
+            shutil.rmtree(folder, ignore_errors=True)
         raise RunError(f"cannot start {name}: {error}") from error
-    return Server(name, process, f"http://127.0.0.1:{port}", log)
+    return Server(name, process, f"http://{LOOPBACK}:{port}", log, folder)
 
 
 def wait_until_healthy(server: Server, progress: Progress) -> None:
+    """Until the server answers.
+
+    Raises:
+        RunError: it ended, or was not up in time.
+    """
+    if not console.is_terminal:
+        console.print(f"{server.name} starts (log: {server.log})")
     task = progress.add_task(f"{server.name} starts", total=None, detail=f"log: {server.log}")
-    deadline = time.monotonic() + START_TIMEOUT
-    while not answers(f"{server.url}/health"):
-        if server.has_ended():
-            raise RunError(f"{server.name} ended while it started: {last_log_line(server.log)} (log: {server.log})")
-        if time.monotonic() > deadline:
+    started = time.monotonic()
+    while not _answers(f"{server.url}/health"):
+        check_alive(server, "while it started")
+        if time.monotonic() > started + START_TIMEOUT:
             raise RunError(f"{server.name} was not up after {START_TIMEOUT} seconds (log: {server.log})")
         time.sleep(0.25)
     progress.update(task, description=f"{server.name} is up", total=1, completed=1)
+    if not console.is_terminal:
+        console.print(f"{server.name} is up after {time.monotonic() - started:.0f} s")
 
 
-def answers(url: str) -> bool:
+def check_alive(server: Server, when: str) -> None:
+    """RunError with the cause if the server has ended."""
+    if (code := server.exit_code()) is not None:
+        raise RunError(f"{server.name} ended {when}: {why_it_ended(server.log, code)} (log: {server.log})")
+
+
+def _answers(url: str) -> bool:
     try:
         return httpx.get(url, timeout=5, trust_env=False).status_code == 200
     except httpx.HTTPError:
         return False
 
 
+def keep_server(server: Server) -> None:
+    """Let the server live on without this run, and say how it is used and ended."""
+    assert server.process.stdin
+    server.process.stdin.write(KEEP)
+    server.process.stdin.close()
+    console.print(
+        f"the engine stays up, for the next run: --engine {server.url}    (to end it: kill {server.process.pid})"
+    )
+
+
 def stop_server(server: Server) -> None:
-    """Ask its process group to end, then end it. The leader is reaped last: it holds the group's id."""
+    """Have the launcher end its group, or end both. The launcher is reaped last: it holds the group's id."""
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(server.process.pid, signal.SIGTERM)
+        os.kill(server.process.pid, signal.SIGTERM)  # Popen's own would reap it
         deadline = time.monotonic() + STOP_TIMEOUT
-        while not server.has_ended() and time.monotonic() < deadline:
+        while server.exit_code() is None and time.monotonic() < deadline:
             time.sleep(0.05)
         os.killpg(server.process.pid, signal.SIGKILL)
     server.process.wait()
+    shutil.rmtree(server.folder, ignore_errors=True)

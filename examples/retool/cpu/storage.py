@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
+import itertools
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +18,55 @@ from cpu.options import RunError
 MODEL_MB, RUN_MB = 700, 50  # disk that the prepared model and a run's logs and samples take
 
 
+def new_output(named: Path | None) -> Path:
+    """A folder that no other run has, made.
+
+    Args:
+        named: by --output; None for one that is named after the time.
+
+    Raises:
+        RunError: it exists already, or cannot be made.
+    """
+    parent = named.parent if named else Path("outputs", "retool_on_cpu")
+    make_folder(parent, RUN_MB, "--output")
+    names = [named.name] if named else _names_by_time()
+    for name in names:
+        with _explained(parent / name):
+            try:
+                (parent / name).mkdir()  # of two runs at once, one gets it
+                return parent / name
+            except FileExistsError:
+                continue
+    raise RunError(f"--output {named} exists already; every run has a folder of its own")
+
+
+def _names_by_time() -> Iterator[str]:
+    now = f"{datetime.datetime.now():%Y-%m-%d_%H-%M-%S}"
+    yield now
+    yield from (f"{now}_{number}" for number in itertools.count(2))
+
+
+@contextlib.contextmanager
+def temporary_files() -> Iterator[None]:
+    """TMPDIR is a folder of the run's own inside, so that nothing is left in the user's, however the run ends."""
+    folder = tempfile.mkdtemp(prefix="run.", dir=make_folder(cache_folder(), RUN_MB, "the variable RETOOL_CACHE"))
+    os.environ["TMPDIR"] = tempfile.tempdir = folder
+    try:
+        yield
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 def make_folder(path: Path, needed_mb: int, option: str) -> Path:
+    """The folder, made if it is not there.
+
+    Args:
+        needed_mb: that have to be free in it.
+        option: what names another one, for the message.
+
+    Raises:
+        RunError: it cannot be made or written, or the disk is too full.
+    """
     try:
         path.mkdir(parents=True, exist_ok=True)
         free_mb = shutil.disk_usage(path).free >> 20
@@ -40,11 +91,11 @@ class SampleFile:
 
     def __init__(self, path: Path):
         self.path = path
-        with self._explained():
+        with _explained(path):
             self._file = path.open("w", encoding="utf-8")
 
     def write(self, sample: Any) -> None:
-        with self._explained():
+        with _explained(self.path):
             self._file.write(json.dumps(sample_record(sample), ensure_ascii=False, default=str) + "\n")
             self._file.flush()
 
@@ -52,15 +103,17 @@ class SampleFile:
         with contextlib.suppress(OSError):  # every line was flushed, or its error reported, when it was written
             self._file.close()
 
-    @contextlib.contextmanager
-    def _explained(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise RunError(f"cannot write {self.path}: {error.strerror}; name another place with --output") from error
+
+@contextlib.contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise RunError(f"cannot write {path}: {error.strerror}; name another place with --output") from error
 
 
 def sample_record(sample: Any) -> dict[str, Any]:
+    """What a line of samples.jsonl holds of one of vime's samples."""
     fields = ["index", "group_index", "prompt", "label", "response", "reward", "response_length", "loss_mask"]
     fields += ["rollout_log_probs", "tokens", "remove_sample", "non_generation_time", "metadata"]
     record = {name: getattr(sample, name) for name in fields}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import re
 import signal
 import socket
 from collections.abc import Collection, Iterator
@@ -17,6 +18,10 @@ from types import FrameType
 LOOPBACK = "127.0.0.1"
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 MAX_LINE_CHARS = 300  # of a log line that goes into a message of one line
+OUT_OF_MEMORY = " (the kernel does that where memory runs out; dmesg says so)"
+# "(EngineCore pid=7) ERROR 11-30 10:00:00 [core.py:7] ", each part of it where it is there
+LOG_PREFIX = re.compile(r"^(\([^()]*pid=\d+\) )?((ERROR|WARNING|INFO) [\d-]+ [\d:]+ \[[^]]*\] )?")
+EXCEPTION = re.compile(r"[\w.]*(Error|Exception|Exit|Interrupt)\b(:.*)?$")
 
 
 class Stopped(BaseException):
@@ -107,3 +112,36 @@ def last_log_line(log: Path) -> str:
         return ""
     lines = [line.strip() for line in lines if line.strip()] or [""]
     return next((line for line in reversed(lines) if "rror" in line), lines[-1])[-MAX_LINE_CHARS:]
+
+
+def why_it_ended(log: Path, code: int) -> str:
+    """In one line, why a server ended: the signal that ended it, else the first thing in its log that went wrong.
+
+    Args:
+        log: what the server wrote.
+        code: its exit code, 128 + signal where a signal ended it.
+    """
+    if code - 128 in {signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL}:
+        return f"it was ended by {signal.Signals(code - 128).name}{OUT_OF_MEMORY if code == 128 + 9 else ''}"
+    error = first_error(log)
+    return error + (OUT_OF_MEMORY if "died unexpectedly" in error else "")
+
+
+def first_error(log: Path) -> str:
+    """The first line of a log that tells of a process that died or of an exception, else what it says last.
+
+    The first is the cause: what follows is what others made of it.
+    """
+    try:
+        lines = log.read_text(encoding="utf-8", errors="replace").split("\n")
+    except OSError:
+        return ""
+    in_traceback = False
+    for line in lines:
+        words = LOG_PREFIX.sub("", line)
+        if "died unexpectedly" in words:
+            return words.strip()[-MAX_LINE_CHARS:]
+        in_traceback = in_traceback or words.startswith("Traceback (most recent call last)")
+        if in_traceback and EXCEPTION.match(words):
+            return words.strip()[:MAX_LINE_CHARS]
+    return last_log_line(log)

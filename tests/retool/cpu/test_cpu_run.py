@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -35,6 +37,16 @@ from tool_sandbox import tool_registry
 # ---------------------------------------------------------------------------------------------------------------------
 
 GOOD = {"prompt": "What is 2 + 2?", "label": "4"}
+USER = {"role": "user", "content": "What is 2 + 2?"}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory, monkeypatch):
+    """Where this process's own servers keep their files; empty again after each test."""
+    folder = tmp_path_factory.mktemp("cache")
+    monkeypatch.setenv("RETOOL_CACHE", str(folder))
+    yield folder
+    assert not list(folder.iterdir()), "a server's files were left"
 
 
 @pytest.mark.parametrize(
@@ -43,13 +55,29 @@ GOOD = {"prompt": "What is 2 + 2?", "label": "4"}
         ([GOOD, {"label": "4"}], ":2: \"prompt\" must be a text or a list of messages (the row has 'label')"),
         ([{"prompt": "", "label": "4"}], ':1: "prompt" must be'),
         ([{"prompt": 7, "label": "4"}], ':1: "prompt" must be'),
-        ([{"prompt": ["x"], "label": "4"}], ':1: "prompt" must be'),
+        ([{"prompt": " \n", "label": "4"}], ':1: "prompt" is blank'),
+        ([{"prompt": ["x"], "label": "4"}], ':1: message 1 of the prompt must be an object with a "role" out of'),
+        ([{"prompt": [{"role": "human", "content": "x"}], "label": "4"}], ":1: message 1 of the prompt must be"),
+        (
+            [{"prompt": [USER, {"role": "system", "content": "x"}], "label": "4"}],
+            "message 2 of the prompt is a system",
+        ),
+        ([{"prompt": [{"role": "user", "content": "\t"}], "label": "4"}], "a user message, has no text"),
+        ([{"prompt": [{"role": "user", "content": None}], "label": "4"}], "a user message, has no text"),
+        ([{"prompt": [{"role": "system", "content": "x"}], "label": "4"}], ":1: the prompt has no user message"),
+        (
+            [{"prompt": [USER, {"role": "assistant", "content": "x"}], "label": "4"}],
+            ":1: the prompt must end with a user",
+        ),
         ([{"prompt": [], "label": "4"}], ':1: "prompt" must be'),
         ([{"prompt": "x"}], ":1: \"label\" must be the answer, a text or a number (the row has 'prompt')"),
         ([{"prompt": "x", "label": None}], ':1: "label" must be'),
         ([{"prompt": "x", "label": " "}], ':1: "label" must be'),
         ([{"prompt": "x", "label": True}], ':1: "label" must be'),
         ([{"prompt": "x", "label": ["4"]}], ':1: "label" must be'),
+        (['{"prompt": "x", "label": NaN}\n'], ':1: "label" is nan, which is no answer'),
+        (['{"prompt": "x", "label": -Infinity}\n'], ':1: "label" is -inf'),
+        ([{"prompt": "x", "label": "NaN"}], ':1: "label" is NaN'),
         (["[1, 2]\n"], ":1: a row must be a JSON object"),
         ([GOOD, "{'prompt': 1}\n"], ":2: this line is not JSON"),
         (["[" * 100_000], ":1: this line is not JSON"),
@@ -75,9 +103,22 @@ def test_problems_are_read_as_vime_reads_them(tmp_path):
     turns = [{"role": "system", "content": "s"}, {"role": "user", "content": "line\u2028separator"}]
     rows = [GOOD, {"prompt": turns, "label": 25, "more": 1}, {"prompt": "x", "label": 0.5}]
     path = problem_file(tmp_path, *rows)
-    assert problems.read_problems(path) == [problems.Problem(row["prompt"], row["label"]) for row in rows]
+    read = problems.read_problems(path)
+    assert [(problem.prompt, problem.label) for problem in read] == [(row["prompt"], row["label"]) for row in rows]
     assert len(problems.read_problems(path, limit=2)) == 2
     assert problems.read_problems(path)[1].question == "line\u2028separator"
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_problem(tmp_path):
+    path = tmp_path / "problems.jsonl"
+    path.write_text("\ufeff" + json.dumps(GOOD), encoding="utf-8")
+    assert [problem.prompt for problem in problems.read_problems(path)] == [GOOD["prompt"]]
+
+
+def test_the_packaged_problems_are_twelve_unless_more_are_asked_for():
+    assert options.parse_options([]).limit == 12
+    assert options.parse_options(["--limit", "42"]).limit == 42
+    assert options.parse_options(["--problems", "mine.jsonl"]).limit is None
 
 
 def test_a_missing_problem_file_ends_the_run(tmp_path):
@@ -103,6 +144,43 @@ def test_a_count_must_be_a_positive_number(tmp_path, option, value):
     assert done.code == 2 and option in done.err and "Traceback" not in done.err
 
 
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (["--lim", "3"], "unrecognized arguments: --lim"),
+        (["--logprob-limit", "nan"], "--logprob-limit: nan is not a positive number"),
+        (["--seed", "-1"], "--seed: -1 is not a whole number from 0"),
+        (["--engine", "http://127.0.0.1:8000", "--keep-engine"], "not allowed with"),
+    ],
+)
+def test_a_wrong_option_is_named(capsys, arguments, said):
+    with pytest.raises(SystemExit) as ended:
+        options.parse_options(arguments)
+    assert ended.value.code == 2 and said in capsys.readouterr().err
+
+
+def test_an_output_that_exists_is_refused(tmp_path):
+    (tmp_path / "out").mkdir()
+    assert "every run has a folder of its own" in the_error(finish(start(tmp_path, "--output", tmp_path / "out")))
+
+
+def test_runs_at_once_never_share_an_output_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with ThreadPoolExecutor(8) as pool:
+        folders = list(pool.map(lambda _: storage.new_output(None), range(16)))
+        named = list(pool.map(lambda _: attempt(storage.new_output, tmp_path / "one"), range(8)))
+    assert len(set(folders)) == 16 and all(folder.is_dir() for folder in folders)
+    assert sum(isinstance(folder, Path) for folder in named) == 1
+    assert all("exists already" in str(result) for result in named if not isinstance(result, Path))
+
+
+def attempt(work, *arguments):
+    try:
+        return work(*arguments)
+    except options.RunError as error:
+        return error
+
+
 def test_an_output_that_cannot_be_written_ends_the_run(tmp_path):
     (tmp_path / "file").write_text("")
     error = the_error(finish(start(tmp_path, "--output", tmp_path / "file" / "x")))
@@ -120,10 +198,13 @@ def test_an_engine_that_is_down_ends_the_run(tmp_path):
     assert f"no vLLM engine answers at {url}" in error and "--enable-scale-out" in error
 
 
-@pytest.mark.parametrize("url", ["127.0.0.1:8000", "https://127.0.0.1:8000", "http://127.0.0.1:8000/v1", "http://"])
-def test_an_engine_that_vime_could_not_talk_to_ends_the_run(url):
-    with pytest.raises(options.RunError, match="vime talks to http://HOST:PORT"):
-        servers.ask_engine(url, None)
+@pytest.mark.parametrize(
+    "url", ["127.0.0.1:8000", "https://127.0.0.1:8000", "http://127.0.0.1:8000/v1", "http://", "http://a:b"]
+)
+def test_an_engine_that_vime_could_not_talk_to_is_refused(capsys, url):
+    with pytest.raises(SystemExit):
+        options.parse_options(["--engine", url])
+    assert "vime talks to http://HOST:PORT" in capsys.readouterr().err
 
 
 def test_a_model_folder_without_a_model_ends_the_run(tmp_path):
@@ -133,7 +214,6 @@ def test_a_model_folder_without_a_model_ends_the_run(tmp_path):
 def test_a_port_in_use_ends_the_run(tmp_path, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        monkeypatch.setenv("RETOOL_CACHE", str(tmp_path))
         monkeypatch.setattr(servers, "free_ports", lambda count: [port] * count)
         with pytest.raises(options.RunError, match=f"port {port} on 127.0.0.1, meant for vLLM, is in use"):
             servers.start_engine(fake_model(tmp_path), 1, tmp_path)
@@ -150,6 +230,92 @@ def test_a_server_that_dies_while_it_starts_ends_the_run(tmp_path):
     ):
         servers.wait_until_healthy(server, report.progress_display())
     servers.stop_server(server)
+
+
+def test_a_server_that_is_killed_is_reported_by_its_signal(tmp_path):
+    """The last line of its log tells of a request, as an access log does."""
+    killed = "import os; print('INFO: GET /health 200 OK', flush=True); os.kill(os.getpid(), 9)"
+    server = servers.start_server("vLLM", [sys.executable, "-c", killed], free_ports(1)[0], tmp_path / "log", {})
+    with pytest.raises(options.RunError, match="vLLM ended while it started: it was ended by SIGKILL .*memory"):
+        servers.wait_until_healthy(server, report.progress_display())
+    servers.stop_server(server)
+
+
+# Makes a file in TMPDIR and shared memory, as vLLM does, and says the memory's name. Ends only when it is killed.
+LITTERER = """
+import os, signal, tempfile, time
+from multiprocessing.shared_memory import SharedMemory
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+memory = SharedMemory(create=True, size=100)
+open(os.path.join(os.environ["TMPDIR"], "socket"), "w").close()
+print("made", memory.name, flush=True)
+time.sleep(600)
+"""
+
+
+def litter_of(log: Path) -> Path:
+    wait_for(lambda: log.exists() and "made" in log.read_text())
+    return Path("/dev/shm", log.read_text().split()[1])
+
+
+@pytest.mark.parametrize("end", ["stopped", "killed", "run killed"])
+def test_a_server_leaves_no_temporary_file_and_no_shared_memory(tmp_path, cache, end):
+    log = tmp_path / "server.log"
+    port = free_ports(1)[0]
+    if end == "run killed":
+        run = f"""if True:
+            import sys, time
+            sys.path.insert(0, {str(EXAMPLE)!r})
+            from cpu import servers
+            from pathlib import Path
+            servers.start_server("server", [sys.executable, "-c", {LITTERER!r}], {port}, Path({str(log)!r}), {{}})
+            time.sleep(600)
+        """
+        process = subprocess.Popen([sys.executable, "-c", run], cwd=tmp_path)
+        memory = litter_of(log)
+        assert memory.exists() and list(cache.glob("*/socket"))
+        process.kill()
+        process.wait()
+    else:
+        server = servers.start_server("server", [sys.executable, "-c", LITTERER], port, log, {})
+        memory = litter_of(log)
+        assert memory.exists() and list(cache.glob("*/socket"))
+        if end == "killed":
+            [pid] = [
+                pid
+                for pid in group_of(server.process.pid)
+                if b"SharedMemory" in cmdline(pid) and pid != server.process.pid
+            ]
+            os.kill(pid, signal.SIGKILL)
+            wait_for(lambda: server.exit_code() == 137)
+        servers.stop_server(server)
+    wait_for(lambda: not memory.exists() and not list(cache.iterdir()), timeout=60)
+
+
+def cmdline(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+def test_a_server_that_is_kept_outlives_the_run_and_ends_when_asked_to(tmp_path, cache):
+    kept = f"""if True:
+        import sys
+        sys.path.insert(0, {str(EXAMPLE)!r})
+        from cpu import servers
+        from pathlib import Path
+        command = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(600)"]
+        server = servers.start_server("server", command, {free_ports(1)[0]}, Path("server.log"), {{}})
+        servers.keep_server(server)
+        print(server.process.pid)
+    """
+    output = subprocess.check_output([sys.executable, "-c", kept], cwd=tmp_path, text=True, timeout=60)
+    pid = int(output.splitlines()[-1])
+    assert f"kill {pid}" in output and "--engine http://127.0.0.1:" in " ".join(output.split())
+    wait_for(lambda: "up" in (tmp_path / "server.log").read_text())
+    left = group_of(pid)
+    assert len(left) == 2  # the launcher and the server
+    os.kill(pid, signal.SIGTERM)
+    assert_ended(left)
+    wait_for(lambda: not list(cache.iterdir()))
 
 
 def test_stopping_a_server_ends_its_whole_group_and_nothing_else(tmp_path):
@@ -180,7 +346,7 @@ def test_a_run_that_is_killed_takes_its_servers_along(tmp_path):
         servers.start_server("server", [sys.executable, "-c", {parent!r}], free_ports(1)[0], Path("server.log"), {{}})
         time.sleep(600)
     """
-    process = subprocess.Popen([sys.executable, "-c", killed], cwd=tmp_path)
+    process = subprocess.Popen([sys.executable, "-c", killed], cwd=tmp_path, stdin=subprocess.DEVNULL)
     log = tmp_path / "server.log"
     wait_for(lambda: log.exists() and "up" in log.read_text())
     left = descendants(process.pid)
@@ -231,10 +397,33 @@ def right_answer(payload, index) -> Turn:
 
 
 def test_a_disk_that_is_full_ends_the_run(tmp_path, scripted):
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "samples.jsonl").symlink_to("/dev/full")
-    error = the_error(finish(over(scripted(right_answer), tmp_path)))
-    assert "samples.jsonl: No space left on device" in error and "--output" in error
+    """A limit on the size of files stands in for it: the samples have to pass it, the settings around them do not."""
+    process = over(scripted(right_answer), tmp_path)
+    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (1000, 1000))
+    error = the_error(finish(process))
+    assert "samples.jsonl: File too large" in error and "--output" in error
+
+
+def test_a_sample_that_cannot_be_written_is_an_error_of_its_own(tmp_path):
+    (tmp_path / "samples.jsonl").symlink_to("/dev/full")
+    file = storage.SampleFile(tmp_path / "samples.jsonl")
+    with pytest.raises(options.RunError, match="samples.jsonl: No space left on device; name another place"):
+        file.write(json_sample())
+    file.close()
+
+
+def json_sample():
+    names = ("index", "group_index", "prompt", "label", "response", "reward", "response_length", "loss_mask")
+    names += ("rollout_log_probs", "tokens", "remove_sample", "non_generation_time", "metadata")
+    return SimpleNamespace(**dict.fromkeys(names), status=SimpleNamespace(value="completed"))
+
+
+def test_a_prompt_that_leaves_no_room_is_named_with_its_line(tmp_path, scripted):
+    long = {"prompt": "one " * 5000, "label": "1"}
+    engine = scripted(right_answer)
+    path = problem_file(tmp_path, GOOD, long)
+    error = the_error(finish(start(tmp_path, "--problems", path, "--engine", f"http://127.0.0.1:{engine.port}")))
+    assert f"{path}:2: the prompt has 5" in error and "context of 4096 tokens has no room" in error
 
 
 def test_an_engine_without_the_endpoint_ends_the_run(tmp_path, scripted):
