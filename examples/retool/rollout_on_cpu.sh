@@ -8,5 +8,8 @@
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+# shellcheck source=examples/retool/cpu/cache.sh
+source "$here/cpu/cache.sh"
 venv=$(bash "$here/cpu/venv.sh")
-exec "$venv/bin/python" "$here/cpu/run.py" "$@"
+# -P: what lies in the directory that the run is started from is not imported.
+PYTHONPATH="$here${PYTHONPATH:+:$PYTHONPATH}" exec "$venv/bin/python" -P -m cpu.run "$@"

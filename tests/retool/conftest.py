@@ -1,6 +1,9 @@
 """What every test file needs: the plugin and vime on the path, and the real Qwen3 tokenizer where the test command put it.
 
 vime is the checkout that VIME_ROOT names, else the one that these files lie in, else the stand-in beside this file.
+
+Tests that take minutes carry a marker of SLOW. `pytest tests/` skips them and says so, so that it stays quick in a vime
+checkout; RETOOL_ALL_TESTS=1 (which run.sh sets) or any `-m` expression runs them.
 """
 
 import os
@@ -14,8 +17,31 @@ ROOT = TESTS.parents[1]
 EXAMPLE = ROOT / "examples" / "retool"
 VIME = Path(os.environ.get("VIME_ROOT") or (ROOT if (ROOT / "vime").is_dir() else TESTS / "standin"))
 
-for folder in (VIME, TESTS, EXAMPLE / "cpu", EXAMPLE):
+for folder in (VIME, TESTS, EXAMPLE):
     sys.path.insert(0, str(folder))
+
+SLOW = {
+    "engine": "starts vLLM on the CPU",
+    "ray": "starts a Ray cluster",
+    "soak": "makes thousands of sandbox calls",
+}
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Registers the markers here, since vime's own pyproject.toml is the one that counts in a checkout."""
+    for name, what in SLOW.items():
+        config.addinivalue_line("markers", f"{name}: {what}")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skips what is slow among the tests of this folder unless it was asked for."""
+    if os.environ.get("RETOOL_ALL_TESTS") == "1" or config.option.markexpr:
+        return
+    for item in items:
+        for name, what in SLOW.items():
+            if item.path.is_relative_to(TESTS) and item.get_closest_marker(name):
+                reason = f"{what}: set RETOOL_ALL_TESTS=1, pass -m {name}, or run tests/retool/run.sh"
+                item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.fixture(scope="session")

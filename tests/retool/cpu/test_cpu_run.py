@@ -1,65 +1,34 @@
-"""The CPU run: bad input ends it in one line, a signal leaves nothing behind, one short run is real from end to end.
-
-The real ones start vLLM, vllm-router and the packaged model, and take about a minute each; tests/retool/run.sh installs them.
-"""
+"""The CPU run without an engine: bad input ends it in one line, a signal leaves nothing running, nothing is lost."""
 
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import run
+from cpu import options, problems, report, servers, storage
+from cpu_helpers import (
+    EXAMPLE,
+    assert_ended,
+    descendants,
+    fake_model,
+    finish,
+    group_of,
+    problem_file,
+    start,
+    the_error,
+    wait_for,
+)
+from retool.processes import free_ports
 from scripted import ScriptedEngine, Turn
 from tool_sandbox import tool_registry
-
-SCRIPT = Path(run.__file__)
-needs_engine = pytest.mark.skipif(
-    importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: bash tests/retool/run.sh installs it"
-)
-
-
-def start(folder: Path, *options, **environment) -> subprocess.Popen:
-    return subprocess.Popen(
-        [sys.executable, SCRIPT, *map(str, options)],
-        cwd=folder,
-        env=os.environ | environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def finish(process: subprocess.Popen, timeout: float = 600) -> SimpleNamespace:
-    try:
-        out, err = process.communicate(timeout=timeout)
-    finally:
-        process.kill()
-    return SimpleNamespace(code=process.returncode, out=out, err=err)
-
-
-def the_error(done: SimpleNamespace) -> str:
-    """The one line on stderr of a run that failed."""
-    assert done.code == 1, (done.out, done.err)
-    lines = done.err.splitlines()
-    assert len(lines) == 1 and lines[0].startswith("error: "), done.err
-    return lines[0]
-
-
-def problem_file(folder: Path, *rows) -> Path:
-    path = folder / "problems.jsonl"
-    path.write_text("".join(row if isinstance(row, str) else json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return path
-
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Bad input
@@ -90,25 +59,25 @@ GOOD = {"prompt": "What is 2 + 2?", "label": "4"}
 )
 def test_a_bad_problem_file_is_named_with_its_line(tmp_path, rows, said):
     path = problem_file(tmp_path, *rows)
-    with pytest.raises(run.RunError) as caught:
-        run.read_problems(path)
+    with pytest.raises(options.RunError) as caught:
+        problems.read_problems(path)
     assert said in str(caught.value) and str(path) in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_a_problem_file_that_is_not_text_is_refused(tmp_path):
     path = tmp_path / "problems.jsonl"
     path.write_bytes(b'{"prompt": "\xff", "label": "1"}\n')
-    with pytest.raises(run.RunError, match="is not UTF-8 text"):
-        run.read_problems(path)
+    with pytest.raises(options.RunError, match="is not UTF-8 text"):
+        problems.read_problems(path)
 
 
 def test_problems_are_read_as_vime_reads_them(tmp_path):
     turns = [{"role": "system", "content": "s"}, {"role": "user", "content": "line\u2028separator"}]
     rows = [GOOD, {"prompt": turns, "label": 25, "more": 1}, {"prompt": "x", "label": 0.5}]
     path = problem_file(tmp_path, *rows)
-    assert run.read_problems(path) == [run.Problem(row["prompt"], row["label"]) for row in rows]
-    assert len(run.read_problems(path, limit=2)) == 2
-    assert run.read_problems(path)[1].question == "line\u2028separator"
+    assert problems.read_problems(path) == [problems.Problem(row["prompt"], row["label"]) for row in rows]
+    assert len(problems.read_problems(path, limit=2)) == 2
+    assert problems.read_problems(path)[1].question == "line\u2028separator"
 
 
 def test_a_missing_problem_file_ends_the_run(tmp_path):
@@ -141,20 +110,20 @@ def test_an_output_that_cannot_be_written_ends_the_run(tmp_path):
 
 
 def test_a_disk_without_room_ends_the_run(tmp_path):
-    with pytest.raises(run.RunError, match=r"MB free and \d+ MB are needed; name another with --output"):
-        run.make_folder(tmp_path, 1 << 40, "--output")
+    with pytest.raises(options.RunError, match=r"MB free and \d+ MB are needed; name another with --output"):
+        storage.make_folder(tmp_path, 1 << 40, "--output")
 
 
 def test_an_engine_that_is_down_ends_the_run(tmp_path):
-    url = f"http://127.0.0.1:{run.free_port()}"
+    url = f"http://127.0.0.1:{free_ports(1)[0]}"
     error = the_error(finish(start(tmp_path, "--engine", url)))
     assert f"no vLLM engine answers at {url}" in error and "--enable-scale-out" in error
 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:8000", "https://127.0.0.1:8000", "http://127.0.0.1:8000/v1", "http://"])
 def test_an_engine_that_vime_could_not_talk_to_ends_the_run(url):
-    with pytest.raises(run.RunError, match="vime talks to http://HOST:PORT"):
-        run.ask_engine(url, None)
+    with pytest.raises(options.RunError, match="vime talks to http://HOST:PORT"):
+        servers.ask_engine(url, None)
 
 
 def test_a_model_folder_without_a_model_ends_the_run(tmp_path):
@@ -164,27 +133,23 @@ def test_a_model_folder_without_a_model_ends_the_run(tmp_path):
 def test_a_port_in_use_ends_the_run(tmp_path, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        monkeypatch.setattr(run, "free_port", lambda: port)
-        with pytest.raises(run.RunError, match=f"port {port} on 127.0.0.1, meant for vLLM, is in use"):
-            run.start_engine(fake_model(tmp_path), 1, tmp_path)
+        monkeypatch.setenv("RETOOL_CACHE", str(tmp_path))
+        monkeypatch.setattr(servers, "free_ports", lambda count: [port] * count)
+        with pytest.raises(options.RunError, match=f"port {port} on 127.0.0.1, meant for vLLM, is in use"):
+            servers.start_engine(fake_model(tmp_path), 1, tmp_path)
         engine = SimpleNamespace(url="http://127.0.0.1:1")
-        with pytest.raises(run.RunError, match=f"port {port} on 127.0.0.1, meant for vllm-router, is in use"):
-            run.start_router(engine, tmp_path)
-
-
-def fake_model(folder: Path) -> Path:
-    (folder / "config.json").write_text('{"max_position_embeddings": 4096}')
-    return folder
+        with pytest.raises(options.RunError, match=f"port {port} on 127.0.0.1, meant for vllm-router, is in use"):
+            servers.start_router(engine, tmp_path)
 
 
 def test_a_server_that_dies_while_it_starts_ends_the_run(tmp_path):
     command = [sys.executable, "-c", "import sys; sys.exit('SomeError: no memory')"]
-    server = run.start_server("vLLM", command, run.free_port(), tmp_path / "engine.log", {})
+    server = servers.start_server("vLLM", command, free_ports(1)[0], tmp_path / "engine.log", {})
     with pytest.raises(
-        run.RunError, match=r"vLLM ended while it started: SomeError: no memory \(log: .*engine\.log\)"
+        options.RunError, match=r"vLLM ended while it started: SomeError: no memory \(log: .*engine\.log\)"
     ):
-        run.wait_until_healthy(server, run.progress_display())
-    run.stop_server(server)
+        servers.wait_until_healthy(server, report.progress_display())
+    servers.stop_server(server)
 
 
 def test_stopping_a_server_ends_its_whole_group_and_nothing_else(tmp_path):
@@ -192,11 +157,11 @@ def test_stopping_a_server_ends_its_whole_group_and_nothing_else(tmp_path):
     parent = f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {stubborn!r}]); time.sleep(600)"
     bystander = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     log = tmp_path / "server.log"
-    server = run.start_server("server", [sys.executable, "-c", parent], run.free_port(), log, {})
+    server = servers.start_server("server", [sys.executable, "-c", parent], free_ports(1)[0], log, {})
     wait_for(lambda: "up" in log.read_text())
     assert len(group_of(server.process.pid)) == 3  # the launcher, the server and its stubborn child
-    run.stop_server(server)
-    assert_gone(group_of(server.process.pid))
+    servers.stop_server(server)
+    assert_ended(group_of(server.process.pid))
     assert bystander.poll() is None
     bystander.kill()
     bystander.wait()
@@ -208,10 +173,11 @@ def test_a_run_that_is_killed_takes_its_servers_along(tmp_path):
     parent = f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {child!r}]); time.sleep(600)"
     killed = f"""if True:
         import sys, time
-        sys.path.insert(0, {str(SCRIPT.parent)!r})
-        import run
+        sys.path.insert(0, {str(EXAMPLE)!r})
+        from cpu import servers
         from pathlib import Path
-        run.start_server("server", [sys.executable, "-c", {parent!r}], run.free_port(), Path("server.log"), {{}})
+        from retool.processes import free_ports
+        servers.start_server("server", [sys.executable, "-c", {parent!r}], free_ports(1)[0], Path("server.log"), {{}})
         time.sleep(600)
     """
     process = subprocess.Popen([sys.executable, "-c", killed], cwd=tmp_path)
@@ -221,11 +187,11 @@ def test_a_run_that_is_killed_takes_its_servers_along(tmp_path):
     assert len(left) == 3
     process.kill()
     process.wait()
-    assert_gone(left)
+    assert_ended(left)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# An engine of our own making behind --engine: what it does wrong is reported, and what was finished is kept
+# A scripted engine for --engine: what it does wrong is reported, and what was finished is kept
 # ---------------------------------------------------------------------------------------------------------------------
 
 
@@ -254,10 +220,10 @@ def scripted(qwen3_tokenizer):
         engine.close()
 
 
-def over(engine: ScriptedEngine, folder: Path, *options) -> subprocess.Popen:
+def over(engine: ScriptedEngine, folder: Path, *arguments) -> subprocess.Popen:
     rows = [{"prompt": f"What is {n} + 2?", "label": n + 2} for n in range(3)]
     fixed = ("--engine", f"http://127.0.0.1:{engine.port}", "--output", folder / "out")
-    return start(folder, "--problems", problem_file(folder, *rows), *fixed, *options)
+    return start(folder, "--problems", problem_file(folder, *rows), *fixed, *arguments)
 
 
 def right_answer(payload, index) -> Turn:
@@ -310,24 +276,24 @@ def test_an_engine_that_serves_another_model_is_refused(tmp_path, scripted):
 
 def test_the_worked_examples_are_what_the_sandbox_says():
     async def outputs():
-        calls = (tool_registry.execute_tool("code_interpreter", {"code": e.code}) for e in run.WORKED_EXAMPLES)
+        calls = (tool_registry.execute_tool("code_interpreter", {"code": e.code}) for e in problems.WORKED_EXAMPLES)
         return await asyncio.gather(*calls)
 
-    assert asyncio.run(outputs()) == [example.output for example in run.WORKED_EXAMPLES]
-    assert all(example.output == f"Output:\n{example.answer}" for example in run.WORKED_EXAMPLES)
+    assert asyncio.run(outputs()) == [example.output for example in problems.WORKED_EXAMPLES]
+    assert all(example.output == f"Output:\n{example.answer}" for example in problems.WORKED_EXAMPLES)
 
 
 def test_no_worked_example_gives_a_problem_away():
-    questions = {example.question for example in run.WORKED_EXAMPLES}
-    assert not questions & {problem.question for problem in run.read_problems(SCRIPT.with_name("problems.jsonl"))}
+    questions = {example.question for example in problems.WORKED_EXAMPLES}
+    assert not questions & {problem.question for problem in problems.read_problems(options.parse_options([]).problems)}
 
 
 def test_worked_examples_stand_between_the_system_message_and_the_problem():
     system, question = {"role": "system", "content": "s"}, {"role": "user", "content": "q"}
-    shown = run.with_examples("q")[:-1]
-    assert [message["role"] for message in shown] == ["user", "assistant"] * len(run.WORKED_EXAMPLES)
-    assert run.with_examples([question]) == [*shown, question]
-    assert run.with_examples([system, question]) == [system, *shown, question]
+    shown = problems.with_examples("q")[:-1]
+    assert [message["role"] for message in shown] == ["user", "assistant"] * len(problems.WORKED_EXAMPLES)
+    assert problems.with_examples([question]) == [*shown, question]
+    assert problems.with_examples([system, question]) == [system, *shown, question]
 
 
 def sample(**changes):
@@ -339,140 +305,20 @@ def sample(**changes):
     "agreement, samples, said",
     [
         (
-            run.Agreement(0.01, 0.02, 5, 0.6),
+            report.Agreement(0.01, 0.02, 5, 0.6),
             [sample()],
             "the mean difference of the log-probs, 1.0e-02, is over 0.001",
         ),
-        (run.Agreement(float("nan"), 0.02, 5, 0.6), [sample()], "is over 0.001"),
-        (run.Agreement(1e-6, 1e-5, 5, 0.6), [sample(), sample(remove_sample=True)], "1 of 2 samples were lost"),
+        (report.Agreement(float("nan"), 0.02, 5, 0.6), [sample()], "is over 0.001"),
+        (report.Agreement(1e-6, 1e-5, 5, 0.6), [sample(), sample(remove_sample=True)], "1 of 2 samples were lost"),
         (None, [sample(loss_mask=[0, 0, 0])], "no sample has a token to train on"),
-        (run.Agreement(1e-6, 1e-5, 5, 0.6), [sample()], None),
+        (report.Agreement(1e-6, 1e-5, 5, 0.6), [sample()], None),
     ],
 )
 def test_the_check_fails_on_any_doubt(monkeypatch, agreement, samples, said):
-    monkeypatch.setattr(run, "compare_log_probs", lambda model, samples: agreement)
-    engine = run.Engine("model", 4096, "127.0.0.1", 1)
+    monkeypatch.setattr(report, "compare_log_probs", lambda folder, samples: agreement)
     if said is None:
-        run.check(samples, engine, 0.001)
+        report.check(samples, "model", 0.001)
         return
-    with pytest.raises(run.RunError, match=said):
-        run.check(samples, engine, 0.001)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The real thing
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def wait_for(condition, timeout: float = 120) -> None:
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come to pass in time"
-        time.sleep(0.1)
-
-
-def processes() -> dict[int, tuple[int, int]]:
-    """(parent, group) of every process that is not a zombie."""
-    found = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                state, parent, group = (entry / "stat").read_text().rpartition(")")[2].split()[:3]
-            except OSError:
-                continue
-            if state != "Z":
-                found[int(entry.name)] = (int(parent), int(group))
-    return found
-
-
-def group_of(group: int) -> set[int]:
-    return {pid for pid, (_, its_group) in processes().items() if its_group == group}
-
-
-def descendants(root: int) -> set[int]:
-    table, found = processes(), {root}
-    while more := {pid for pid, (parent, _) in table.items() if parent in found} - found:
-        found |= more
-    return found - {root}
-
-
-def assert_gone(pids: set[int]) -> None:
-    wait_for(lambda: not pids & processes().keys(), timeout=30)
-
-
-@pytest.fixture(scope="module")
-def real(tmp_path_factory):
-    """One short run as a user starts it, on a terminal with colours."""
-    folder = tmp_path_factory.mktemp("real")
-    terminal = {"FORCE_COLOR": "1", "COLUMNS": "120"}
-    process = start(folder, "--limit", 6, "--max-tokens", 320, "--output", folder / "out", **terminal)
-    started: set[int] = set()
-    wait_for(lambda: process.poll() is not None or started.update(descendants(process.pid)) or len(started) > 3, 600)
-    done = finish(process)
-    lines = (folder / "out" / "samples.jsonl").read_text().splitlines()
-    return SimpleNamespace(**vars(done), started=started, samples=[json.loads(line) for line in lines])
-
-
-@needs_engine
-def test_a_real_run_succeeds(real):
-    assert real.code == 0, real.out + real.err
-    assert len(real.samples) == 6 and {sample["index"] for sample in real.samples} == set(range(6))
-
-
-@needs_engine
-def test_a_real_run_executes_a_tool_call_that_the_model_wrote(real):
-    calls = [(sample, call) for sample in real.samples for call in sample["metadata"]["retool"]["calls"]]
-    worked = [sample for sample, call in calls if call["outcome"] == "ok" and call["output_chars"] > 0]
-    assert worked, calls
-    assert any("<interpreter>\nOutput:\n" in sample["response"] for sample in worked)
-
-
-@needs_engine
-def test_a_real_run_leaves_samples_that_can_be_trained_on(real):
-    for sample in real.samples:
-        length = sample["response_length"]
-        assert len(sample["loss_mask"]) == len(sample["rollout_log_probs"]) == length <= 320
-        assert sample["status"] in ("completed", "truncated") and set(sample["reward"]) >= {"score", "acc", "pred"}
-        tool = [p for p, m in zip(sample["rollout_log_probs"], sample["loss_mask"], strict=True) if not m]
-        assert not any(tool)
-    assert any(0 in sample["loss_mask"] for sample in real.samples), "no observation was masked"
-
-
-@needs_engine
-def test_a_real_run_shows_what_happened(real):
-    for said in ("vLLM is up", "vllm-router is up", "6/6", "tool calls", "tokens/s", "mean of all samples"):
-        assert said in real.out, said
-    assert "mean difference" in real.out and "temperature 0.6" in real.out
-    assert "\x1b[32m" in real.out and "\x1b[33m" in real.out, "the transcripts tell the model from the tool by colour"
-
-
-@needs_engine
-def test_a_real_run_leaves_no_process(real):
-    assert len(real.started) > 3
-    assert_gone(real.started)
-
-
-@needs_engine
-def test_log_probs_that_are_shifted_by_a_token_are_found(real):
-    model = str(run.packaged_model(run.cache_folder()))
-    samples = [SimpleNamespace(**sample) for sample in real.samples]
-    assert run.compare_log_probs(model, samples).mean < 1e-4
-    for shifted in samples:
-        shifted.rollout_log_probs = [0.0, *shifted.rollout_log_probs[:-1]]
-    assert run.compare_log_probs(model, samples).mean > run.parse_options([]).logprob_limit
-
-
-@needs_engine
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGKILL])
-def test_a_run_that_is_stopped_while_it_starts_leaves_no_process(tmp_path, signum):
-    bystander = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    process = start(tmp_path, "--output", tmp_path / "out")
-    wait_for(lambda: len(descendants(process.pid)) >= 4)  # the launcher, vLLM, and what it starts in its turn
-    left = descendants(process.pid)
-    process.send_signal(signum)
-    done = finish(process, timeout=60)
-    assert done.code == (130 if signum == signal.SIGINT else -signal.SIGKILL), done.err
-    assert_gone(left)
-    assert bystander.poll() is None
-    bystander.kill()
-    bystander.wait()
+    with pytest.raises(options.RunError, match=said):
+        report.check(samples, "model", 0.001)
