@@ -235,10 +235,18 @@ _OBSERVATION_OPENS = re.compile(
 _OBSERVATION_CLOSES = {"turn": _BACK, "inline": _INLINE_CLOSE}
 
 
-def split_observations(response: str) -> list[str]:
-    """The assistant texts of a response: what stands between its observations, in order. Linear in its length."""
-    texts: list[str] = []
-    start = position = 0
+class Observation(NamedTuple):
+    """Where an observation stands in a response, its frame included, and what stands in the frame."""
+
+    start: int
+    end: int
+    body: str
+
+
+def find_observations(response: str) -> list[Observation]:
+    """The observations of a response, in order. Linear in its length."""
+    found: list[Observation] = []
+    position = 0
     unclosed: set[str] = set()  # kinds of frame that no later text closes: not searched again
     while opener := _OBSERVATION_OPENS.search(response, position):
         kind = opener.lastgroup or ""
@@ -247,10 +255,24 @@ def split_observations(response: str) -> list[str]:
             unclosed.add(kind)
             position = opener.end()
             continue
-        texts.append(response[start : opener.start()])
-        start = position = close + len(_OBSERVATION_CLOSES[kind])
-    texts.append(response[start:])
-    return texts
+        position = close + len(_OBSERVATION_CLOSES[kind])
+        found.append(Observation(opener.start(), position, _untagged(response[opener.end() : close])))
+    return found
+
+
+def _untagged(body: str) -> str:
+    for tag in _TAGS.values():
+        if body.startswith(f"<{tag}>\n") and body.endswith(f"\n</{tag}>"):
+            return body[len(tag) + 3 : -len(tag) - 4]
+    return body
+
+
+def split_observations(response: str) -> list[str]:
+    """The assistant texts of a response: what stands between its observations, in order. Linear in its length."""
+    found = find_observations(response)
+    starts = [0, *(observation.end for observation in found)]
+    ends = [*(observation.start for observation in found), len(response)]
+    return [response[start:end] for start, end in zip(starts, ends, strict=True)]
 
 
 # Chat tokens, and the tags of both dialects, opening and closing.
