@@ -240,6 +240,7 @@ class Observation(NamedTuple):
 
     start: int
     end: int
+    tag: str  # "" in the frame of a turn without a readable action, which has none
     body: str
 
 
@@ -256,15 +257,19 @@ def find_observations(response: str) -> list[Observation]:
             position = opener.end()
             continue
         position = close + len(_OBSERVATION_CLOSES[kind])
-        found.append(Observation(opener.start(), position, _untagged(response[opener.end() : close])))
+        body = response[opener.end() : close]
+        tag, body = (_TAGS["code"], body) if kind == "inline" else _untagged(body)
+        found.append(Observation(opener.start(), position, tag, body))
     return found
 
 
-def _untagged(body: str) -> str:
+def _untagged(text: str) -> tuple[str, str]:
+    """(tag, what it holds), ("", text) without one."""
     for tag in _TAGS.values():
-        if body.startswith(f"<{tag}>\n") and body.endswith(f"\n</{tag}>"):
-            return body[len(tag) + 3 : -len(tag) - 4]
-    return body
+        before, after = f"<{tag}>\n", f"\n</{tag}>"
+        if text.startswith(before) and text.endswith(after) and len(text) >= len(before) + len(after):
+            return tag, text[len(before) : -len(after)]
+    return "", text
 
 
 def split_observations(response: str) -> list[str]:

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from retool.chat import find_observations
+from retool.chat import Observation, find_observations
 from retool.episode import EndReason
 
 OUTCOMES = ("ok", "error", "timeout", "memory", "too_long", "crashed", "refused", "invalid", "not_found")
@@ -24,7 +24,7 @@ OUTCOMES = ("ok", "error", "timeout", "memory", "too_long", "crashed", "refused"
 REFUSED_MODULES = ("numpy", "sympy", "scipy", "pandas", "matplotlib", "sys", "os", "time", "networkx", "mpmath")
 CALL_BUCKETS = (("0", 0, 0), ("1", 1, 1), ("2", 2, 2), ("3_to_4", 3, 4), ("5_to_8", 5, 8), ("9_or_more", 9, math.inf))
 
-UNREADABLE = "Your previous action is invalid"  # how the loop's own observation of an unreadable turn begins
+_UNREADABLE = "Your previous action is invalid"  # how the loop's own observation of an unreadable turn begins
 _REFUSED = "Error: not allowed: "
 _REFUSED_MODULE = re.compile(r"\bmodule '([^'\s]{1,100})'(?:, reached through '[^'\s]{1,100}',)? is not available")
 
@@ -53,7 +53,7 @@ class _Record(NamedTuple):
     turns: int
     calls: list[Mapping[str, Any]]
     hallucinated: int
-    observations: list[str]  # their bodies
+    observations: list[Observation]
     score: float | None  # None for a sample that is not trained on
     accurate: bool | None
     tokens: int
@@ -95,7 +95,7 @@ def _read(sample: Any) -> _Record:
         turns=retool["turns"],
         calls=retool["calls"],
         hallucinated=retool["hallucinated_outputs"],
-        observations=[observation.body for observation in find_observations(sample.response or "")],
+        observations=find_observations(sample.response or ""),
         score=score,
         accurate=accurate,
         tokens=len(mask),
@@ -126,7 +126,9 @@ def _calls(records: Sequence[_Record]) -> dict[str, float]:
     calls = [call for record in records for call in record.calls]
     seconds = sorted(call["seconds"] for call in calls)
     outcomes = Counter(call["outcome"] if call["outcome"] in OUTCOMES else "other" for call in calls)
-    outcomes["unreadable"] = sum(body.startswith(UNREADABLE) for record in records for body in record.observations)
+    outcomes["unreadable"] = sum(
+        is_unreadable(observation) for record in records for observation in record.observations
+    )
     found = {
         "samples_with_calls": sum(bool(record.calls) for record in records) / len(records),
         "calls_per_sample": len(calls) / len(records),
@@ -140,13 +142,18 @@ def _calls(records: Sequence[_Record]) -> dict[str, float]:
 
 def _refused_modules(records: Sequence[_Record]) -> dict[str, float]:
     """Of the refused calls, the share that asked for a module; a call may ask for several."""
-    refusals = [body for record in records for body in record.observations if body.startswith(_REFUSED)]
+    refusals = [o.body for record in records for o in record.observations if o.body.startswith(_REFUSED)]
     counts: Counter[str] = Counter()
     for body in refusals:
         packages = {module.split(".")[0] for module in _REFUSED_MODULE.findall(body)}
         counts.update({name if name in REFUSED_MODULES else "other" for name in packages} or {"none"})
     names = (*REFUSED_MODULES, "other", "none") if refusals else ()
     return {f"refused_module/{name}": counts[name] / len(refusals) for name in names}
+
+
+def is_unreadable(observation: Observation) -> bool:
+    """Whether it answers a turn without a readable action, and no call."""
+    return not observation.tag or observation.body.startswith(_UNREADABLE)
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
