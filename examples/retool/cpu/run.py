@@ -33,6 +33,8 @@ from cpu.rollout import make_samples, put_vime_on_path, start_rollout, vime_argu
 from cpu.servers import serving
 from cpu.storage import RUN_MB, SampleFile, make_folder
 from retool.processes import Stopped, raise_on_stop_signals
+from view.load import FileError
+from view_rollouts import make_page
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +77,18 @@ def run(options: argparse.Namespace) -> None:
         show_table(problems, groups)
         show_totals(samples, seconds)
         console.print(f"samples and logs: {output}")
+        write_page(output, engine.model)
         check(samples, engine.model, options.logprob_limit)
+
+
+def write_page(output: Path, model_dir: str) -> None:
+    """The samples to look at in a browser; without a page the run is as good."""
+    page = output / "rollouts.html"
+    try:
+        make_page([output / "samples.jsonl"], page, Path(model_dir))
+        console.print(f"to look at them, open {page}", soft_wrap=True)
+    except FileError as error:
+        console.print(f"no page of the samples: {error}", soft_wrap=True)
 
 
 def _default_output() -> Path:

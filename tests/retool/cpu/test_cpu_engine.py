@@ -60,6 +60,7 @@ def test_a_real_run_leaves_samples_that_can_be_trained_on(real):
 def test_a_real_run_shows_what_happened(real):
     for said in ("vLLM is up", "vllm-router is up", "6/6", "tool calls", "tokens/s", "mean of all samples"):
         assert said in real.out, said
+    assert "to look at them, open" in real.out and "rollouts.html" in real.out
     assert "mean difference" in real.out and "temperature 0.6" in real.out
     assert "\x1b[32m" in real.out and "\x1b[33m" in real.out, "the transcripts tell the model from the tool by colour"
 
