@@ -3,6 +3,8 @@ r"""Multi-turn rollouts with a Python tool for vime: the turn loop and the rewar
     --custom-generate-function-path generate_with_retool.generate
     --custom-rm-path generate_with_retool.reward_func --reward-key score
     --custom-reward-post-process-path generate_with_retool.normalize_rewards
+    --custom-rollout-log-function-path generate_with_retool.log_rollout_data
+    --custom-eval-rollout-log-function-path generate_with_retool.log_eval_rollout_data
 
 Data flows one way; each arrow is one function:
 
@@ -28,12 +30,13 @@ tool_sandbox.py. This module is the only one that imports vime.
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 from contextlib import nullcontext
 from typing import Any
 
-from retool import advantages, engine, failures, request, reward
+from retool import advantages, engine, failures, metrics, request, reward
 from retool.actions import Action, Answer, Code, Incomplete, Invalid, ToolCall, complete_actions_end, read_action
 from retool.chat import (
     CODE_TOOL,
@@ -114,6 +117,8 @@ __all__ = [
     "execute_predictions",
     "format_conversation_with_tools",
     "generate",
+    "log_eval_rollout_data",
+    "log_rollout_data",
     "normalize_rewards",
     "post",
     "postprocess_predictions",
@@ -122,6 +127,8 @@ __all__ = [
     "split_prompt",
     "tool_registry",
 ]
+
+logger = logging.getLogger(__name__)
 
 CODE_STOPS = ("</tool_call>", "</code>", "</function>")  # so that nothing written after an action is trained on
 MAX_REQUESTS_PER_TURN = 8  # a model that repeats a closing tag inside a string would otherwise ask for thousands
@@ -444,3 +451,38 @@ async def execute_predictions(text: str) -> tuple[str, bool]:
         return "", True
     around = frame(getattr(action, "dialect", None), turn_ended=text.endswith(IM_END))
     return around.before + neutralize(await _observe(action)) + around.after, False
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The metrics of docs/metrics.md
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def log_rollout_data(rollout_id, args, samples, rollout_extra_metrics, rollout_time) -> bool:
+    """Log the plugin's metrics of a training rollout, as "rollout/retool/..."; False: vime's own are to follow."""
+    if not getattr(args, "load_debug_rollout_data", None):  # logged when they were rolled out; vime skips its own too
+        _log("rollout", rollout_id, args, {"rollout/retool/": samples})
+    return False
+
+
+def log_eval_rollout_data(rollout_id, args, data, extra_metrics) -> bool:
+    """Log them per evaluation data set, as "eval/NAME/retool/..."; False: vime's own are to follow."""
+    _log(
+        "eval", rollout_id, args, {f"eval/{name}/retool/": found.get("samples") or [] for name, found in data.items()}
+    )
+    return False
+
+
+def _log(kind: str, rollout_id: int, args, samples: dict[str, list[Sample]]) -> None:
+    try:
+        # Here, since they import wandb, which whoever only rolls out need not have.
+        from vime.utils import logging_utils
+        from vime.utils.metric_utils import compute_rollout_step
+
+        found = {
+            prefix + name: value for prefix in samples for name, value in metrics.summarize(samples[prefix]).items()
+        }
+        step_key = f"{kind}/step"
+        logging_utils.log(args, found | {step_key: compute_rollout_step(args, rollout_id)}, step_key=step_key)
+    except Exception:  # a number that cannot be had is not worth the run
+        logger.exception("the plugin's metrics of %s %s could not be logged", kind, rollout_id)

@@ -33,6 +33,8 @@ from cpu.rollout import check_lengths, estimate, make_samples, start_rollout, vi
 from cpu.servers import serving
 from cpu.storage import SampleFile, cache_folder, new_output, temporary_files
 from retool.processes import Stopped, raise_on_stop_signals
+from view.load import FileError
+from view_rollouts import make_page
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +84,18 @@ def run(options: argparse.Namespace) -> None:
         show_table(given.problems, groups)
         show_totals(samples, seconds)
         console.print(f"samples and logs: {output}")
+        write_page(output, engine.model)
         check(samples, engine.model, options.logprob_limit)
+
+
+def write_page(output: Path, model_dir: str) -> None:
+    """The samples to look at in a browser; without a page the run is as good."""
+    page = output / "rollouts.html"
+    try:
+        make_page([output / "samples.jsonl"], page, Path(model_dir))
+        console.print(f"to look at them, open {page}", soft_wrap=True)
+    except FileError as error:
+        console.print(f"no page of the samples: {error}", soft_wrap=True)
 
 
 def log_to(path: Path) -> None:

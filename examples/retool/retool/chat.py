@@ -294,6 +294,44 @@ _OBSERVATION_OPENS = re.compile(
 _OBSERVATION_CLOSES = {"turn": _BACK, "inline": _INLINE_CLOSE}
 
 
+class Observation(NamedTuple):
+    """Where an observation stands in a response, its frame included, and what stands in the frame."""
+
+    start: int
+    end: int
+    tag: str  # "" in the frame of a turn without a readable action, which has none
+    body: str
+    inline: bool  # whether the assistant's turn goes on after it
+
+
+def find_observations(response: str) -> list[Observation]:
+    """The observations of a response, in order. Linear in its length."""
+    found: list[Observation] = []
+    position = 0
+    unclosed: set[str] = set()  # kinds of frame that no later text closes: not searched again
+    while opener := _OBSERVATION_OPENS.search(response, position):
+        kind = opener.lastgroup or ""
+        close = -1 if kind in unclosed else response.find(_OBSERVATION_CLOSES[kind], opener.end())
+        if close < 0:
+            unclosed.add(kind)
+            position = opener.end()
+            continue
+        position = close + len(_OBSERVATION_CLOSES[kind])
+        body = response[opener.end() : close]
+        tag, body = (_TAGS["code"], body) if kind == "inline" else _untagged(body)
+        found.append(Observation(opener.start(), position, tag, body, kind == "inline"))
+    return found
+
+
+def _untagged(text: str) -> tuple[str, str]:
+    """(tag, what it holds), ("", text) without one."""
+    for tag in _TAGS.values():
+        before, after = f"<{tag}>\n", f"\n</{tag}>"
+        if text.startswith(before) and text.endswith(after) and len(text) >= len(before) + len(after):
+            return tag, text[len(before) : -len(after)]
+    return "", text
+
+
 class Stretch(NamedTuple):
     """What the assistant said between two observations."""
 
@@ -304,19 +342,10 @@ class Stretch(NamedTuple):
 def split_observations(response: str) -> list[Stretch]:
     """What the assistant said in a response: what stands between its observations, in order. Linear in its length."""
     stretches: list[Stretch] = []
-    start = position = 0
-    goes_on = False
-    unclosed: set[str] = set()  # kinds of frame that no later text closes: not searched again
-    while opener := _OBSERVATION_OPENS.search(response, position):
-        kind = opener.lastgroup or ""
-        close = -1 if kind in unclosed else response.find(_OBSERVATION_CLOSES[kind], opener.end())
-        if close < 0:
-            unclosed.add(kind)
-            position = opener.end()
-            continue
-        stretches.append(Stretch(response[start : opener.start()], goes_on))
-        start = position = close + len(_OBSERVATION_CLOSES[kind])
-        goes_on = kind == "inline"
+    start, goes_on = 0, False
+    for observation in find_observations(response):
+        stretches.append(Stretch(response[start : observation.start], goes_on))
+        start, goes_on = observation.end, observation.inline
     stretches.append(Stretch(response[start:], goes_on))
     return stretches
 

@@ -129,6 +129,7 @@ def test_a_real_run_leaves_samples_that_can_be_trained_on(real):
 def test_a_real_run_shows_what_happened(real):
     for said in ("vLLM is up", "vllm-router is up", "6/6", "tool calls", "tokens/s", "mean of all samples"):
         assert said in real.first.out, said
+    assert "to look at them, open" in real.first.out and "rollouts.html" in real.first.out
     assert "mean difference" in real.first.out and "temperature 0.6" in real.first.out
     assert (
         "\x1b[32m" in real.first.out and "\x1b[33m" in real.first.out

@@ -1,0 +1,289 @@
+"""The plugin's metrics: their values, their list against the code and the documentation, and how trackers get them."""
+
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import generate_with_retool as plugin
+import pytest
+import tool_sandbox
+from retool import chat, metrics
+from retool.episode import EndReason
+from scripted import Rollout, Turn, call
+
+from vime.utils.types import Sample
+
+ROOT = Path(__file__).parents[3]
+DOCUMENT = ROOT / "examples" / "retool" / "docs" / "metrics.md"
+END = chat.IM_END
+
+
+def made(
+    calls=(), *, observations=(), end="answer", score=1.0, acc=True, mask=(1, 1, 0, 0), lost=False, turns=2, fake=0
+):
+    """A finished sample; `calls` are (outcome, seconds)."""
+    frame = chat.frame("code", turn_ended=False)
+    return SimpleNamespace(
+        metadata={
+            "retool": {
+                "end_reason": end,
+                "turns": turns,
+                "calls": [
+                    {"kind": "code_interpreter", "seconds": s, "outcome": o, "input_chars": 1, "output_chars": 1}
+                    for o, s in calls
+                ],
+                "hallucinated_outputs": fake,
+            }
+        },
+        response="x".join(frame.before + body + frame.after for body in observations),
+        loss_mask=list(mask),
+        reward={"score": score, "acc": acc, "pred": ""},
+        remove_sample=lost,
+    )
+
+
+def test_values():
+    samples = [
+        made([("ok", 0.1), ("error", 0.3)], score=1.0, acc=True, turns=3),
+        made([("timeout", 10.0)], score=-0.95, acc=False, end="length", mask=(1, 1, 1, 0), fake=2),
+        made([], score=-1.0, acc=False, end="turn_cap", mask=(1,), turns=1),
+        made([], score=0.0, acc=False, end="infrastructure_error", lost=True, mask=(), turns=0),
+    ]
+    found = metrics.summarize(samples)
+    assert found["accuracy"] == pytest.approx(1 / 3)
+    assert found["reward"] == pytest.approx((1 - 0.95 - 1) / 3)
+    assert [found[f"reward_by_calls/{n}"] for n in "012"] == [-1.0, -0.95, 1.0]
+    assert "reward_by_calls/3_to_4" not in found
+    assert (found["samples_with_calls"], found["calls_per_sample"], found["turns_per_sample"]) == (0.5, 0.75, 1.5)
+    assert (found["call_seconds/p50"], found["call_seconds/p95"]) == (0.3, 10.0)
+    assert [found[f"outcome/{o}"] for o in ("ok", "error", "timeout")] == [pytest.approx(1 / 3)] * 3
+    assert found["outcome/memory"] == 0
+    assert [found[f"end_reason/{e}"] for e in ("answer", "length", "turn_cap", "abort")] == [0.25, 0.25, 0.25, 0]
+    assert found["observation_tokens"] == pytest.approx(3 / 9)
+    assert (found["hallucinated_outputs"], found["infrastructure_errors"]) == (0.5, 1)
+
+
+def test_what_a_curve_has_nothing_for_is_left_out():
+    assert metrics.summarize([]) == {}
+    assert metrics.summarize([SimpleNamespace(metadata={}), SimpleNamespace(metadata=None)]) == {}
+    lost = metrics.summarize([made(lost=True, end="infrastructure_error", mask=())])
+    assert not {"accuracy", "reward", "observation_tokens", "call_seconds/p50", "outcome/ok"} & set(lost)
+    assert lost["infrastructure_errors"] == 1
+
+
+def test_a_reward_that_is_one_number_has_no_accuracy():
+    sample = made()
+    sample.reward = 0.25
+    found = metrics.summarize([sample])
+    assert found["reward"] == 0.25 and "accuracy" not in found
+
+
+def everything():
+    """Samples after which every metric has a value."""
+    samples = [
+        made([("ok", 0.1)] * calls, observations=["Error: not allowed: line 1: module 'numpy' is not available."])
+        for calls in (0, 1, 2, 3, 5, 9)
+    ]
+    return samples
+
+
+def test_the_list_is_what_the_code_gives():
+    assert sorted(metrics.METRICS) == sorted(metrics.summarize(everything()))
+    assert len(set(metrics.METRICS)) == len(metrics.METRICS)
+
+
+def test_the_document_names_each_metric_and_no_other():
+    """Names of the first column, with their placeholder taken from the words in backticks of the second."""
+    documented = []
+    for line in DOCUMENT.read_text(encoding="utf-8").splitlines():
+        if not line.startswith("| `"):
+            continue
+        names, said = line.strip("| ").split(" | ", 1)
+        for name in re.findall(r"`([^`]+)`", names):
+            stem = re.sub(r"/(NAME|N)$", "/", name)
+            values = re.findall(r"`([^`]+)`", said) if stem != name else [""]
+            documented += [stem + value for value in values]
+    assert sorted(documented) == sorted(metrics.METRICS)
+
+
+def test_outcomes_are_the_sandboxs():
+    assert set(re.findall(r'"(\w+)"', tool_sandbox.ToolOutput.__doc__)) == set(metrics.OUTCOMES)
+
+
+@pytest.mark.parametrize(
+    "code, module",
+    [
+        ("import numpy as np", "numpy"),
+        ("from scipy.special import comb", "scipy"),
+        ("import os.path", "os"),
+        ("import requests", "other"),
+        ("import random\nrandom._os.getcwd()", "none"),
+        ("eval('1')", "none"),
+    ],
+)
+def test_refusals_are_counted_by_module(code, module):
+    """Over the policy's own words."""
+    safe, message = tool_sandbox.tool_registry.python_sandbox._check_code_safety(code)
+    assert not safe
+    found = metrics.summarize([made([("refused", 0.0)], observations=[f"Error: not allowed: {message}"])])
+    shares = {name: value for name, value in found.items() if name.startswith("refused_module/")}
+    assert {name for name, value in shares.items() if value} == {f"refused_module/{module}"}
+
+
+def test_through_the_loop(monkeypatch):
+    """What `generate` writes on a sample is what the metrics read."""
+
+    async def execute_code(code):
+        return tool_sandbox.ToolOutput("Error: timed out after 10 seconds.", "timeout")
+
+    monkeypatch.setattr(tool_sandbox.tool_registry.python_sandbox, "execute_code", execute_code)
+    rollout = Rollout(monkeypatch)
+    try:
+        turns = [call("print(1)"), "<tool_call>\n{nonsense\n</tool_call>", f"Answer: \\boxed{{42}}{END}"]
+        sample = rollout.run([Turn(text) for text in turns])
+    finally:
+        rollout.close()
+    sample.reward = plugin._score(sample)
+    found = metrics.summarize([sample])
+    assert (found["outcome/timeout"], found["outcome/unreadable"]) == (0.5, 0.5)
+    assert (found["accuracy"], found["reward"], found["reward_by_calls/1"]) == (1, 1, 1)
+    assert found["end_reason/answer"] == 1 and found["turns_per_sample"] == 3
+    assert found["observation_tokens"] == pytest.approx(1 - sum(sample.loss_mask) / sample.response_length)
+
+
+def test_a_number_that_cannot_be_had_does_not_stop_the_run(caplog):
+    broken = Sample(metadata={"retool": {"end_reason": "answer"}})
+    assert plugin.log_rollout_data(3, SimpleNamespace(), [broken], None, 1.0) is False
+    assert "rollout 3 could not be logged" in caplog.text
+
+
+# --- read back from the trackers -------------------------------------------------------------------------------------
+
+# Everything goes through vime's own logging code, in a process of its own: vime's trackers are one for a process.
+LOGGED_RUN = """
+import os, sys
+sys.path[:0] = {path!r}
+from types import SimpleNamespace
+import generate_with_retool as plugin
+from vime.utils import logging_utils
+from vime.utils.types import Sample
+
+args = SimpleNamespace(
+    use_wandb=True, wandb_mode="offline", wandb_project="retool", wandb_group="test", wandb_dir={folder!r}, wandb_key=None,
+    wandb_host=None, wandb_team=None, wandb_random_suffix=False, wandb_run_id=None, rank=0,
+    use_tensorboard=True, tb_project_name="retool", tb_experiment_name="test",
+    wandb_always_use_train_step=True, rollout_batch_size=2, n_samples_per_prompt=2, global_batch_size=2,
+    load_debug_rollout_data=None, reward_key="score", advantage_estimator="grpo", vllm_speculative_config=None,
+    rollout_num_gpus=1, log_passrate=False, log_reward_category=None, n_samples_per_eval_prompt=1,
+    custom_rollout_log_function_path="generate_with_retool.log_rollout_data",
+    custom_eval_rollout_log_function_path="generate_with_retool.log_eval_rollout_data",
+)
+retool = dict(end_reason="answer", turns=2, hallucinated_outputs=0)
+retool["calls"] = [dict(kind="code_interpreter", seconds=0.5, outcome="ok", input_chars=1, output_chars=1)]
+samples = [
+    Sample(group_index=0, index=i, tokens=[1, 2, 3], response="ab", response_length=2, loss_mask=[1, 0],
+           reward=dict(score=score, acc=score > 0, pred=""), metadata=dict(retool=retool))
+    for i, score in enumerate((1.0, -1.0))
+]
+data = {{"aime": dict(rewards=[1.0], truncated=[False], samples=samples[:1])}}
+logging_utils.init_tracking(args)
+if {through_vime}:
+    from vime.ray import rollout
+    rollout._log_rollout_data(3, args, samples, dict(), 1.0)
+    rollout._log_eval_rollout_data(3, args, data, None)
+else:
+    plugin.log_rollout_data(3, args, samples, None, 1.0)
+    plugin.log_eval_rollout_data(3, args, data, None)
+logging_utils.finish_tracking(args)
+"""
+
+
+@pytest.fixture(scope="module")
+def logged(tmp_path_factory):
+    """({name: {step: value}} of TensorBoard, the rows of wandb's history) of one run."""
+    pytest.importorskip("wandb")
+    pytest.importorskip("tensorboard")
+    folder = tmp_path_factory.mktemp("trackers")
+    script = LOGGED_RUN.format(
+        path=[path for path in sys.path if path], folder=str(folder), through_vime=bool(os.environ.get("VIME_ROOT"))
+    )
+    environment = {**os.environ, "TENSORBOARD_DIR": str(folder / "tensorboard"), "WANDB_SILENT": "true"}
+    ran = subprocess.run(
+        [sys.executable, "-c", script], env=environment, cwd=folder, capture_output=True, text=True, timeout=300
+    )
+    assert ran.returncode == 0, ran.stderr
+    [wandb_file] = folder.glob("wandb/offline-run-*/run-*.wandb")
+    return tensorboard_scalars(folder / "tensorboard"), wandb_history(wandb_file)
+
+
+def tensorboard_scalars(folder: Path) -> dict:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found = {}
+    for file in folder.iterdir():
+        events = EventAccumulator(str(file)).Reload()
+        for name in events.Tags()["scalars"]:
+            found.setdefault(name, {}).update({event.step: event.value for event in events.Scalars(name)})
+    return found
+
+
+def wandb_history(file: Path) -> list[dict]:
+    """A run's file is a log of LevelDB's format: blocks of 32 KiB with records in pieces, after seven bytes of its own."""
+    from wandb.proto import wandb_internal_pb2
+
+    data, rows, piece, position = file.read_bytes(), [], b"", 7
+    while position + 7 <= len(data):
+        left = 32768 - position % 32768
+        if left < 7:
+            position += left
+            continue
+        length, kind = int.from_bytes(data[position + 4 : position + 6], "little"), data[position + 6]
+        piece += data[position + 7 : position + 7 + length]
+        position += 7 + length
+        if kind in (1, 4):  # a whole record, or the last piece of one
+            record, piece = wandb_internal_pb2.Record.FromString(piece), b""
+            if record.WhichOneof("record_type") == "history":
+                items = record.history.item
+                rows.append({item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items})
+    return rows
+
+
+OWN = {"accuracy": 0.5, "reward": 0.0, "call_seconds/p95": 0.5, "outcome/ok": 1.0, "observation_tokens": 0.5}
+
+
+@pytest.mark.parametrize("kind, own", [("rollout", OWN), ("eval", OWN | {"accuracy": 1.0, "reward": 1.0})])
+def test_the_trackers_have_the_metrics(logged, kind, own):
+    scalars, history = logged
+    prefix = {"rollout": "rollout/retool/", "eval": "eval/aime/retool/"}[kind]
+    [row] = [row for row in history if prefix + "accuracy" in row]
+    assert row[f"{kind}/step"] == 6  # of training: 3 rollouts of 4 samples, 2 a step
+    for name, value in own.items():
+        assert row[prefix + name] == value
+        assert scalars[prefix + name][6] == pytest.approx(value)
+    logged_names = {name.removeprefix(prefix) for name in scalars if name.startswith(prefix)}
+    assert logged_names == {name.removeprefix(prefix) for name in row if name.startswith(prefix)}
+    assert logged_names <= set(metrics.METRICS) and all(map(math.isfinite, map(float, own.values())))
+
+
+@pytest.mark.skipif(
+    not os.environ.get("VIME_ROOT"), reason="VIME_ROOT names no vime checkout whose metrics could be kept"
+)
+def test_vimes_own_metrics_stay(logged):
+    scalars, history = logged
+    for name in ("rollout/response_len/mean", "rollout/truncated_ratio", "perf/rollout_time", "eval/aime"):
+        assert 6 in scalars[name]
+        assert any(name in row for row in history), name
+
+
+def test_nothing_is_logged_again_for_samples_that_are_loaded(monkeypatch):
+    monkeypatch.setattr(metrics, "summarize", lambda samples: pytest.fail("logged"))
+    plugin.log_rollout_data(0, SimpleNamespace(load_debug_rollout_data="x.pt"), [Sample()], None, 1.0)
+
+
+def test_end_reasons_are_all_there():
+    assert {f"end_reason/{reason.value}" for reason in EndReason} <= set(metrics.METRICS)

@@ -1,0 +1,300 @@
+"""What the page shows of a sample: its segments, calls and tokens, whatever version wrote it."""
+
+import base64
+import hashlib
+import json
+import math
+import re
+import struct
+import zlib
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from retool import chat
+from view.load import Rollout
+from view.page import LOG_PROB_SCALE, PARTS, Page, _json, _lengths, _policy, _quantized, _runs, _script
+from view.samples import KINDS, advantages, read
+from view.tokens import Vocabulary
+from view_helpers import BARE, INLINE, QUESTION, TOOL, byte_tokenizer, call_record, raw
+
+UNREADABLE = "Your previous action is invalid: no closing tag."
+
+
+@pytest.fixture(scope="module")
+def vocabulary(tmp_path_factory):
+    return Vocabulary(byte_tokenizer(tmp_path_factory.mktemp("model")))
+
+
+def shown(sample, vocabulary=None):
+    gaps = Counter()
+    return read(sample, vocabulary, gaps), gaps
+
+
+PARTS_OF_ALL_KINDS = [
+    ("think <tool_call>{}</tool_call>", 1),
+    (TOOL.before + "Output:\n1" + TOOL.after, 0),
+    ("oops" + chat.IM_END, 1),
+    (BARE.before + UNREADABLE + BARE.after, 0),
+    ("<code>2</code>", 1),
+    (INLINE.before + "Output:\n2" + INLINE.after, 0),
+    ("by an older policy", 0),
+    (INLINE.before + "made up" + INLINE.after, 1),
+    ("end", 1),
+]
+
+
+def test_segments_with_tokens(vocabulary):
+    sample, gaps = shown(raw(PARTS_OF_ALL_KINDS, calls=[call_record("ok"), call_record("timeout")]), vocabulary)
+    assert [(segment.kind, segment.call) for segment in sample.segments] == [
+        ("model", None),
+        ("observation", 0),
+        ("model", None),
+        ("observation", None),
+        ("model", None),
+        ("observation", 1),
+        ("masked", None),
+        ("hallucinated", None),
+        ("model", None),
+    ]
+    assert [segment.text for segment in sample.segments] == [text for text, _ in PARTS_OF_ALL_KINDS]
+    assert sample.outcomes == ["ok", "unreadable", "timeout"]
+    assert not gaps and set(KINDS) == {segment.kind for segment in sample.segments}
+
+
+def test_segments_without_a_tokenizer():
+    sample, _ = shown(raw(PARTS_OF_ALL_KINDS[:4], calls=[call_record("error")]))
+    assert [segment.kind for segment in sample.segments] == ["model", "observation", "model", "observation"]
+    assert sample.pieces is None and sample.outcomes == ["error", "unreadable"]
+
+
+def test_an_observation_of_which_only_the_frame_had_room_is_no_calls():
+    sample, _ = shown(raw([("x" + chat.IM_END, 1), (BARE.before + BARE.after, 0), ("y", 1)]))
+    assert sample.outcomes == ["unreadable"]
+
+
+def test_a_call_that_was_cut_off_is_still_counted():
+    sample, _ = shown(raw([("<code>1</code>", 1)], calls=[call_record("ok")], end="abort"))
+    assert sample.outcomes == ["ok"]
+
+
+def test_the_observations_body_and_tag():
+    text = "".join(text for text, _ in PARTS_OF_ALL_KINDS[:6])
+    found = chat.find_observations(text)
+    assert [(o.tag, o.body) for o in found] == [
+        ("tool_response", "Output:\n1"),
+        ("", UNREADABLE),
+        ("interpreter", "Output:\n2"),
+    ]
+    observations = [text for text, mask in PARTS_OF_ALL_KINDS[:6] if not mask]
+    observations[1] = chat.IM_END + observations[1]  # as text, the end of the turn before it is the frame's
+    assert [text[o.start : o.end] for o in found] == observations
+
+
+NOTHING = {"response": "hello"}
+WRONG = {name: object() for name in raw()} | {"response": "hello"}
+OF_ANOTHER_VERSION = {
+    "nothing": NOTHING,
+    "wrong types": WRONG,
+    "no mask": raw(loss_mask=None),
+    "a short mask": raw(loss_mask=[1]),
+    "a mask of text": raw(loss_mask=["1"]),
+    "more response than tokens": raw(response_length=10**6),
+    "a negative length": raw(response_length=-1),
+    "a reward of nothing": raw(reward=None),
+    "a reward of NaN": raw(reward=float("nan")),
+    "a dict of other things": raw(reward={"other": 1}),
+    "metadata of nothing": raw(metadata=None),
+    "calls of another kind": raw(metadata={"retool": {"calls": ["x", {"seconds": "long"}, {}]}}),
+    "calls that are none": raw(metadata={"retool": {"calls": {"a": 1}, "turns": "3"}}),
+    "a prompt of messages": raw(prompt=[{"role": "user", "content": [{"type": "text", "text": "hi"}]}, None, 3]),
+    "token ids that there are none of": raw(tokens=[10**9, -5, 7], response_length=2, loss_mask=[1, 1]),
+    "log-probs of NaN": raw(rollout_log_probs=[float("nan")] * raw()["response_length"]),
+    "a list of bool as index": raw(index=True, group_index=[1]),
+}
+
+
+@pytest.mark.parametrize("with_tokens", [False, True])
+@pytest.mark.parametrize("sample", OF_ANOTHER_VERSION.values(), ids=OF_ANOTHER_VERSION)
+def test_another_versions_fields_are_shown_as_far_as_they_go(sample, with_tokens, vocabulary):
+    page = Page(vocabulary if with_tokens else None)
+    notes = page.add(Rollout("old.pt", None, False, [sample, raw()], []))
+    assert page.samples == 2
+    assert all(re.fullmatch(r"old\.pt: 1 of 2 samples have no usable [a-z_ ]+", note) for note in notes)
+
+
+def test_what_is_missing_is_said():
+    notes = Page().add(Rollout("old.pt", None, False, [NOTHING], []))
+    fields = ["loss_mask", "rollout_log_probs", "tokens", "metadata of the plugin", "reward"]
+    assert notes == [f"old.pt: 1 of 1 samples have no usable {field}" for field in fields]
+
+
+@pytest.mark.parametrize(
+    "prompt, preview",
+    [
+        (QUESTION, QUESTION),
+        (
+            [
+                {"role": "user", "content": "first"},
+                {"role": "assistant", "content": "a"},
+                {"role": "user", "content": "b"},
+            ],
+            "b",
+        ),
+        (
+            f"{chat.IM_START}system\nS{chat.IM_END}\n{chat.IM_START}user\nlast  one{chat.IM_END}\n{chat.OPEN_TURN}",
+            "last one",
+        ),
+        ([], ""),
+    ],
+)
+def test_the_problem_is_the_last_user_turn(prompt, preview):
+    assert shown(raw(prompt=prompt))[0].preview == preview
+
+
+def test_prompts(vocabulary):
+    rendered = f"{chat.IM_START}user\n{QUESTION}{chat.IM_END}\n{chat.OPEN_TURN}"
+    assert shown(raw(), vocabulary)[0].prompt == rendered  # from the tokens
+    assert shown(raw(payload_text="PROMPT" + raw()["response"]))[0].prompt == "PROMPT"
+    assert shown(raw())[0].prompt == QUESTION
+
+
+def test_advantages_are_grpos():
+    samples = [
+        shown(raw(score=score, group_index=group))[0] for score, group in [(1, 0), (-1, 0), (0, 0), (1, 1), (1, 1)]
+    ]
+    assert advantages(samples) == [pytest.approx(x, abs=1e-5) for x in (1, -1, 0, 0, 0)]
+
+
+def test_a_lost_sample_changes_nobodys_advantage():
+    whole = [shown(raw(score=score))[0] for score in (1, -1, -1)]
+    lost = shown(raw(score=0, remove_sample=True))[0]
+    assert advantages([*whole, lost]) == [*advantages(whole), 0.0]
+    assert advantages([shown(raw(reward=None))[0]]) == [None]
+    assert advantages([shown(raw(group_index=None))[0]]) == [None]
+
+
+# --- tokens ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", ["plain", "naïve 三 🎉 ∑", "tab\tline\n", "", "\x00\x7f"])
+def test_pieces_are_the_text(vocabulary, text):
+    assert "".join(vocabulary.pieces(list(text.encode()))) == text
+
+
+def test_bytes_that_are_no_text_become_replacement_characters(vocabulary):
+    for broken in (b"\xff", b"a\xe4\xb8", b"\xe4\xb8a", b"\x80\x80"):
+        pieces = vocabulary.pieces(list(broken))
+        assert len(pieces) == len(broken) and "".join(pieces) == broken.decode("utf-8", "replace")
+
+
+def test_pieces_of_the_real_tokenizer(qwen3_tokenizer):
+    import os
+
+    vocabulary = Vocabulary(Path(os.environ["RETOOL_QWEN3_TOKENIZER"]))
+    text = f"{chat.IM_START}user\nSum 三十 of 🎉🎉 \\boxed{{x}}  \n\n<tool_call>{chat.IM_END}\n é\u0301"
+    ids = qwen3_tokenizer(text, add_special_tokens=False)["input_ids"]
+    pieces = vocabulary.pieces(ids)
+    assert len(pieces) == len(ids) and "".join(pieces) == qwen3_tokenizer.decode(ids)
+
+
+def test_pieces_of_a_tokenizer_of_another_kind(tmp_path):
+    """SentencePiece's, with its leading spaces and single bytes."""
+    from tokenizers import Tokenizer, decoders
+    from tokenizers.models import BPE
+
+    vocab = {"▁the": 0, "▁cat": 1, "s": 2, "<0xE4>": 3, "<0xB8>": 4, "<0x89>": 5}
+    tokenizer = Tokenizer(BPE(vocab=vocab, merges=[]))
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer.decoder = decoders.Sequence(steps)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    assert Vocabulary(tmp_path).pieces([0, 1, 2, 3, 4, 5]) == [" the", " cat", "s", "", "", "三"]
+
+
+# --- the page's format -----------------------------------------------------------------------------------------------
+
+
+def unpacked(chunk: str):
+    data = zlib.decompress(base64.b64decode(chunk), -zlib.MAX_WBITS)
+    parts = []
+    for _ in range(2):
+        [length] = struct.unpack_from("<I", data)
+        parts.append(data[4 : 4 + length].decode())
+        data = data[4 + length :]
+    return json.loads(parts[0]), parts[1], data
+
+
+def chunks(page: Path, letter: str):
+    found = re.findall(rf'<script type="text/plain" id="{letter}\d+">([^<]*)</script>', page.read_text())
+    return [unpacked(chunk) for chunk in found]
+
+
+def test_a_sample_is_whole_in_the_page(tmp_path, vocabulary):
+    page = Page(vocabulary)
+    text = "a🎉b" + "x" * 5
+    page.add(Rollout("a.pt", 0, False, [raw([(text, 1), ("\ud800", 1)]), raw()], []))
+    page.write(tmp_path / "page.html", "a")
+    [(header, found, rest), _] = chunks(tmp_path / "page.html", "s")
+    assert found == text + "?"  # the byte in the place of a surrogate, which has none
+    count = header["tokens"]
+    assert len(rest) == 2 * count == 2 * len((text + "?").encode())
+    assert sum(rest[:count]) == len(found.encode("utf-16-le")) // 2 == header["segments"][0][1]
+    assert len(chunks(tmp_path / "page.html", "p")) == 1  # two samples of one prompt
+
+
+def test_lengths_of_long_tokens():
+    assert _lengths(["ab", "", "🎉"]) == bytes([2, 0, 2])
+    assert _lengths(["x" * 255, "y", "z" * 511]) == bytes([255, 0, 1, 255, 255, 1])
+
+
+def test_log_probs_keep_their_size():
+    for value in (-1e-6, -0.01, -0.5, -1.0, -3.0, -12.0, -23.0):
+        [byte] = _quantized([value])
+        assert -((byte / LOG_PROB_SCALE) ** 3) == pytest.approx(value, rel=0.06, abs=1e-5)
+    assert _quantized([0.0, 1e-9, -9999.0, -math.inf, -(10**400), None, math.nan]) == bytes(
+        [0, 0, 254, 254, 254, 255, 255]
+    )
+
+
+def test_runs():
+    assert _runs([1, 1, 0, 1]) == [2, 1, 1] and _runs([0, 0]) == [0, 2] and _runs([]) == [0]
+
+
+def test_the_index_cannot_end_its_element():
+    assert json.loads(_json("</script><!--\u2028\ud800")) == "</script><!--\u2028\ud800"
+    assert "<" not in _json("</script>") and _json("\u2028\ud800").isascii()
+
+
+def test_the_parts_can_stand_in_a_page():
+    script = _script()
+    for text, end in ((script, "</script"), ((PARTS / "page.css").read_text(), "</style")):
+        assert end not in text.lower() and "<!--" not in text
+    for sink in (
+        "innerHTML",
+        "outerHTML",
+        "insertAdjacent",
+        "document.write",
+        "eval(",
+        "new Function",
+        ".href",
+        ".src",
+    ):
+        assert sink not in script, sink
+
+
+def test_the_policy_names_our_own_style_and_scripts_and_nothing_else():
+    def digest(text):
+        return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+    rules = dict(
+        rule.strip().split(" ", 1) for rule in re.search('content="(.*)"', _policy("a {}", "b()"))[1].split(";")
+    )
+    assert rules == {
+        "default-src": "'none'",
+        "style-src": f"'sha256-{digest('a {}')}'",
+        "script-src": f"'sha256-{digest('b()')}'",
+        "base-uri": "'none'",
+        "form-action": "'none'",
+        "require-trusted-types-for": "'script'",
+        "trusted-types": "'none'",
+    }
