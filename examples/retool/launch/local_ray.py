@@ -21,6 +21,7 @@ go into Ray's runtime env: that is on the command line of each worker while it s
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import secrets
@@ -69,7 +70,8 @@ def _run(args: argparse.Namespace, directory: Path) -> int:
         environment["RAY_ADDRESS"] = f"{LOOPBACK}:{gcs}"
         environment["RAY_API_SERVER_ADDRESS"] = f"http://{LOOPBACK}:{dashboard}"
         access = _write_access_file(directory, environment)
-        print(f"# this Ray from another shell:  source {access}", flush=True)
+        with contextlib.suppress(OSError):  # a pipe that is closed already
+            print(f"# this Ray from another shell:  source {access}", flush=True)
         return _run_script(args.command, environment, directory / "job.log")
 
 

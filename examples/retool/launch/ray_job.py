@@ -73,7 +73,11 @@ def _connect(address: str) -> Any:
 
 def _refuse_second_writer(client: Any, folder: str) -> None:
     """A job goes on after its launch has ended, and the lock with it: ask the cluster as well."""
-    for job in client.list_jobs():
+    try:
+        jobs = client.list_jobs()
+    except Exception as error:
+        raise LaunchError(f"the cluster does not list its jobs: {_one_line(error)}") from error
+    for job in jobs:
         if (job.metadata or {}).get(FOLDER_KEY) == folder and not job.status.is_terminal():
             raise LaunchError(f"only one launch may write to {folder}: job {job.submission_id} does that now")
 

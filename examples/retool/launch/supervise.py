@@ -18,6 +18,7 @@ import signal
 import socket
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -73,6 +74,9 @@ def _work(work: Callable[[], int], front: int) -> int:
         return stopped.exit_code
     except (LaunchError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
+        return 1
+    except Exception:
+        traceback.print_exc()  # this process ends without the interpreter's own report
         return 1
     finally:
         ignore_stop_signals()

@@ -1,12 +1,10 @@
 """The launch scripts as dry runs over a fake vime tree: what command they print, and vime's own parser on it."""
 
 import json
-import os
 import shlex
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from launch_helpers import EXAMPLE, SECRET, both, dry_run, flags_of, job_words, runtime_env
@@ -224,74 +222,6 @@ def test_the_settings_of_the_plugin_reach_the_job(tree):
     given = {"RETOOL_SANDBOX": "http://x", "RETOOL_ALLOWED_MODULES": "math,sympy", "RETOOL_SANDBOX_STRICT": "1"}
     environment = runtime_env(dry_run(tree, "rl", **given, RETOOL_CACHE="x").stdout)
     assert {name: value for name, value in environment.items() if name.startswith("RETOOL_")} == given
-
-
-# vime's own parser ---------------------------------------------------------------------------------------------------
-
-PARSE = """
-import sys, types
-import torch
-if not torch.cuda.is_available():  # Megatron asks for the GPU's generation while it checks its arguments
-    torch.cuda.get_device_properties = lambda *device: types.SimpleNamespace(major=9, minor=0)
-try:
-    from vllm.entrypoints.launchers import cli_args  # where newer versions have what vime imports while it parses
-    sys.modules["vllm.entrypoints.openai.cli_args"] = cli_args
-except ImportError:
-    pass
-try:
-    from vime.utils.arguments import parse_args
-    from vllm.entrypoints.openai.cli_args import FrontendArgs
-    import megatron.training.arguments
-except ImportError as error:
-    print(f"MISSING {error}")
-    sys.exit(0)
-args = parse_args()
-print("PARSED", args.rotary_base, args.max_tokens_per_gpu, args.loss_mask_type, args.eval_reward_key)
-"""
-
-
-@both
-def test_every_flag_is_one_of_vimes(tree, stage):
-    vime, megatron = os.environ.get("VIME_ROOT"), Path(os.environ.get("MEGATRON_ROOT", "/root/Megatron-LM"))
-    if not vime or not (megatron / "megatron" / "training").is_dir():
-        pytest.skip("needs VIME_ROOT and MEGATRON_ROOT to name checkouts of vime and Megatron-LM")
-    (tree.checkpoint / "config.json").write_text(
-        json.dumps(
-            {
-                "architectures": ["Qwen3ForCausalLM"],
-                "model_type": "qwen3",
-                "hidden_size": 2560,
-                "num_attention_heads": 32,
-                "num_hidden_layers": 36,
-                "intermediate_size": 9728,
-                "num_key_value_heads": 8,
-                "head_dim": 128,
-                "rms_norm_eps": 1e-06,
-                "rope_theta": 5000000,
-                "tie_word_embeddings": True,
-                "vocab_size": 151936,
-            }
-        )
-    )
-    dry = dry_run(tree, stage, VIME_ROOT=vime, MEGATRON_ROOT=str(megatron), WANDB_KEY=SECRET)
-    assert dry.returncode == 0, dry.stderr
-    program = tree.root / "parse.py"
-    program.write_text(PARSE)
-    result = subprocess.run(
-        [sys.executable, str(program), *job_words(dry.stdout)],
-        env={
-            **os.environ,
-            "PYTHONPATH": f"{vime}:{megatron}:{os.environ.get('PYTHONPATH', '')}",
-            "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-        },
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    if "MISSING" in result.stdout:
-        pytest.skip(f"vime's parser does not import here: {result.stdout.strip()}")
-    assert result.returncode == 0, result.stderr[-3000:]
-    assert "PARSED 5000000 9216 qwen" in result.stdout
 
 
 @pytest.mark.skipif(not shutil.which("shellcheck"), reason="shellcheck is not installed")
