@@ -65,6 +65,9 @@ CKPT_ARGS=(
 ROLLOUT_ARGS=(
     --custom-generate-function-path generate_with_retool.generate
     --custom-rm-path generate_with_retool.reward_func
+    --custom-reward-post-process-path generate_with_retool.normalize_rewards
+    --custom-rollout-log-function-path generate_with_retool.log_rollout_data
+    --custom-eval-rollout-log-function-path generate_with_retool.log_eval_rollout_data
     --reward-key score
     --prompt-data "$PROMPT_DATA"
     --input-key prompt # without --apply-chat-template: the plugin renders the prompt, with its tools

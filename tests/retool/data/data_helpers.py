@@ -1,4 +1,4 @@
-"""What the tests of the data scripts share: running a script as a user does, and writing its input."""
+"""What the tests of the data scripts share: running a script as a user does, its input, and rows of ReTool-SFT."""
 
 import json
 import subprocess
@@ -33,3 +33,44 @@ def write_jsonl(path: Path, rows) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join((r if isinstance(r, str) else json.dumps(r)) + "\n" for r in rows), encoding="utf-8")
     return path
+
+
+# Rows as ReTool-SFT has them -------------------------------------------------------------------------------------------
+
+PREAMBLE = (
+    "Think about the problem and write Python where it helps. Put code into <code> and </code>; what it prints comes "
+    "back in <interpreter> and </interpreter>.\nThe last part reads\n<answer>\n\\boxed{'The answer'}\n</answer>\n"
+    "\n*user question:*\n"
+)
+REMINDER = (
+    "\n\nRemember to place the final answer in the last part using the format: \n<answer>\n\\boxed{'The final answer "
+    "goes here.'}\n</answer>"
+)
+CODE = "for i in range(2):\n    print(i)"
+
+
+def row(assistant: str, question: str = "What is 6 times 7?") -> dict:
+    return {
+        "messages": [
+            {"role": "user", "content": PREAMBLE + question + REMINDER},
+            {"role": "assistant", "content": assistant},
+        ]
+    }
+
+
+def block(code: str, result: str = "42") -> str:
+    return f"<code>\n```python\n{code}\n```\n</code>\n<interpreter>\n{result}\n</interpreter>\n"
+
+
+def answered(body: str) -> str:
+    return f"{body}\n<answer>\n\\boxed{{42}}\n</answer>"
+
+
+def code_of(message: dict) -> str:
+    """The code of an assistant message that ends in a call, read back as RL reads it."""
+    call = message["content"].rpartition("<tool_call>\n")[2].removesuffix("\n</tool_call>")
+    return json.loads(call)["arguments"]["code"]
+
+
+def roles(messages: list[dict]) -> list[str]:
+    return [message["role"] for message in messages]

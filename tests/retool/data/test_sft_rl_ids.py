@@ -3,7 +3,7 @@
 Left side: `MultiTurnLossMaskGenerator` of type `qwen`, vime's own where VIME_ROOT is set, else a rendering by its
 rules. Right side: `sample.tokens` after `generate` has replayed the conversation over a scripted engine. Both with
 Qwen3's own tokenizer and template. The masks may differ in nothing but turn closers, `<|im_end|>` and the newline
-behind it.
+after it.
 """
 
 import json

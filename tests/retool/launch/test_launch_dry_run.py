@@ -1,5 +1,6 @@
 """The launch scripts as dry runs over a fake vime tree: what command they print, and vime's own parser on it."""
 
+import ast
 import json
 import shlex
 import shutil
@@ -63,6 +64,9 @@ def test_rl_settings(tree):
     expected = {
         "--custom-generate-function-path": ["generate_with_retool.generate"],
         "--custom-rm-path": ["generate_with_retool.reward_func"],
+        "--custom-reward-post-process-path": ["generate_with_retool.normalize_rewards"],
+        "--custom-rollout-log-function-path": ["generate_with_retool.log_rollout_data"],
+        "--custom-eval-rollout-log-function-path": ["generate_with_retool.log_eval_rollout_data"],
         "--reward-key": ["score"],
         "--eval-reward-key": ["acc"],
         "--prompt-data": [str(tree.root / "prompts.jsonl")],
@@ -86,6 +90,14 @@ def test_rl_settings(tree):
         "--colocate": [],
     }
     assert {flag: flags.get(flag) for flag in expected} == expected
+
+
+def test_every_function_that_vime_is_to_call_is_there(tree):
+    words = job_words(dry_run(tree, "rl").stdout)
+    called = [word.partition(".")[2] for word in words if word.startswith("generate_with_retool.")]
+    source = ast.parse((EXAMPLE / "generate_with_retool.py").read_text())
+    functions = [node.name for node in source.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    assert len(called) == 5 and set(called) <= set(functions)
 
 
 @both
