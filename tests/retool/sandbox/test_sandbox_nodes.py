@@ -95,7 +95,7 @@ def test_no_call_is_lost_when_a_node_is_killed_under_load_and_when_nodes_come_an
             await asyncio.sleep(0.5)
             await execute("print(0)")
         report(after=t.CLUSTER.nodes, limit=t.SEMAPHORE.free)
-        others.append(await asyncio.to_thread(lambda: nodes.add_node(num_cpus=1)))
+        others.append(nodes.add_node(num_cpus=1))  # in the main thread: it sets signal handlers
         while t.CLUSTER.nodes != 3:
             await asyncio.sleep(0.5)
             await execute("print(0)")

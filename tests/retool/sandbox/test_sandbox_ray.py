@@ -107,7 +107,7 @@ class Report:
 
 @pytest.mark.parametrize("way", ["kill -9", "cancel", "force"])
 def test_nothing_is_left_of_a_task_that_ends_with_a_call_in_flight(cluster, way):
-    before = sandboxes()
+    before = sandboxes(ticks=20)  # a worker of Ray is used again, with its pre-forked children
     report = ray.remote(Report).options(num_cpus=0).remote()
     task = ray.remote(last_for_ever_in_a_task).options(max_retries=0).remote(report)
     assert settled(lambda: len(ray.get(report.all.remote())), 1, 60) == 1
