@@ -85,7 +85,8 @@ def prompt_and_response(sample):
 )
 def test_every_assistant_turn_opens_as_the_models_template_opens_it(monkeypatch, tool, template, kwargs, opening):
     rollout = Rollout(monkeypatch, Templated(template))
-    turns = [Turn(call("1")), Turn(f"hm{END}"), Turn("<code>2</code>"), ANSWER]
+    ends = "hm\n</think>\n\n" if opening == OPEN_THOUGHT else ""  # an answer within a thought would be none
+    turns = [Turn(ends + call("1")), Turn(f"{ends}hm{END}"), Turn(f"{ends}<code>2</code>"), ANSWER]
     sample = rollout.run(turns, apply_chat_template_kwargs=kwargs)
     rollout.close()
     prompt, response = prompt_and_response(sample)
