@@ -31,25 +31,38 @@ MAY_IMPORT = {
     "retool.engine": set(),
     "retool.episode": {"retool.actions", "retool.chat", "retool.engine"},
     "retool.failures": set(),
+    "retool.metrics": {"retool.chat", "retool.episode"},
     "retool.request": {"retool.engine"},
     "retool.data_io": set(),
     "retool.processes": set(),
     "retool.sandbox.worker": set(),
     "retool.sandbox.notebook": set(),
-    "retool.sandbox.policy": set(),
+    "retool.sandbox.names": set(),
+    "retool.sandbox.policy": {"retool.sandbox.names"},
     "retool.sandbox.semaphore": set(),
     "retool.sandbox.wire": set(),
     "retool.sandbox.results": {"retool.chat", "retool.sandbox.wire"},
     "retool.sandbox.processes": {"retool.sandbox.results"},
     "retool.sandbox.reviewer": {"retool.sandbox.policy", "retool.sandbox.processes", "retool.sandbox.results"},
-    "retool.sandbox.pool": {f"retool.sandbox.{name}" for name in ("policy", "processes", "results", "wire")},
+    "retool.sandbox.pool": {f"retool.sandbox.{name}" for name in ("names", "policy", "processes", "results", "wire")},
     "retool.sandbox.call": {f"retool.sandbox.{name}" for name in ("pool", "results", "wire")},
+    "retool.sandbox.ray_pool": {f"retool.sandbox.{name}" for name in ("call", "pool", "results")},
     "tool_sandbox": {"retool.chat", "retool.sandbox"},
     "generate_with_retool": {
         *("tool_sandbox", "vime"),
         *(
             f"retool.{name}"
-            for name in ("actions", "advantages", "chat", "engine", "episode", "failures", "request", "reward")
+            for name in (
+                "actions",
+                "advantages",
+                "chat",
+                "engine",
+                "episode",
+                "failures",
+                "metrics",
+                "request",
+                "reward",
+            )
         ),
     },
     # The sandbox's policy says which of the published programs it would refuse.
@@ -57,7 +70,10 @@ MAY_IMPORT = {
     "rl_data_preprocess": {"retool.actions", "retool.chat", "retool.data_io"},
     "launch": {"launch", "retool.processes"},
     # The CPU run plays the trainer's part, so it goes through vime's rollout; nothing imports it.
-    "cpu": {"cpu", "retool", "tool_sandbox", "generate_with_retool", "vime"},
+    "cpu": {"cpu", "retool", "tool_sandbox", "generate_with_retool", "vime", "view", "view_rollouts"},
+    # The page reads what a rollout left: the frames of observations and the metrics, nothing that runs.
+    "view": {"view", "retool.chat", "retool.metrics"},
+    "view_rollouts": {"view"},
 }
 STANDARD_LIBRARY_ALONE = {
     "retool.chat",
@@ -211,7 +227,7 @@ def test_every_hook_is_run_in_the_version_that_the_configuration_names():
 # What no file may hold -----------------------------------------------------------------------------------------------
 
 HOSTS = {"127.0.0.1", "localhost", "10.0.0.1"} | set(
-    "github.com arxiv.org huggingface.co download.pytorch.org www.apache.org HOST".split()
+    "github.com arxiv.org huggingface.co download.pytorch.org www.apache.org www.w3.org git-lfs git-lfs.github.com HOST".split()
 )
 HOME_FOLDERS = r"/(?:home|Users)/(?!user\b)\w|/root/\."  # of a machine that the project was written on
 

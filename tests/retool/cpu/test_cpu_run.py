@@ -199,7 +199,7 @@ def test_an_engine_that_is_down_ends_the_run(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "url", ["127.0.0.1:8000", "https://127.0.0.1:8000", "http://127.0.0.1:8000/v1", "http://", "http://a:b"]
+    "url", ["127.0.0.1:8000", "https://127.0.0.1:8000", "http://127.0.0.1:8000/v1", "http://", "http://HOST:b"]
 )
 def test_an_engine_that_vime_could_not_talk_to_is_refused(capsys, url):
     with pytest.raises(SystemExit):
