@@ -231,7 +231,7 @@ def test_the_layout_of_the_model_is_the_published_one(tree, stage, size, paralle
 
 
 def test_the_settings_of_the_plugin_reach_the_job(tree):
-    given = {"RETOOL_SANDBOX": "http://x", "RETOOL_ALLOWED_MODULES": "math,sympy", "RETOOL_SANDBOX_STRICT": "1"}
+    given = {"RETOOL_SANDBOX": "http://HOST", "RETOOL_ALLOWED_MODULES": "math,sympy", "RETOOL_SANDBOX_STRICT": "1"}
     environment = runtime_env(dry_run(tree, "rl", **given, RETOOL_CACHE="x").stdout)
     assert {name: value for name, value in environment.items() if name.startswith("RETOOL_")} == given
 
