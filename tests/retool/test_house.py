@@ -227,7 +227,7 @@ def test_every_hook_is_run_in_the_version_that_the_configuration_names():
 # What no file may hold -----------------------------------------------------------------------------------------------
 
 HOSTS = {"127.0.0.1", "localhost", "10.0.0.1"} | set(
-    "github.com arxiv.org huggingface.co download.pytorch.org www.apache.org www.w3.org git-lfs git-lfs.github.com HOST".split()
+    "github.com arxiv.org huggingface.co download.pytorch.org www.apache.org www.w3.org example.com git-lfs git-lfs.github.com HOST".split()
 )
 HOME_FOLDERS = r"/(?:home|Users)/(?!user\b)\w|/root/\."  # of a machine that the project was written on
 
