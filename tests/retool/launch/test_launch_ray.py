@@ -371,6 +371,7 @@ def command_line(process: Path) -> str:
         return ""
 
 
+@pytest.mark.ray
 @needs_ray
 def test_why_ray_did_not_start_is_said(tree, short_tmp):
     (tree.root / "bin" / "ray").unlink()

@@ -130,6 +130,7 @@ finally:
 '''
 
 
+@pytest.mark.ray
 @needs_vime
 @pytest.mark.parametrize("mode, error", [("fully_async", "RayTaskError(EngineRefused)"), ("own", "ActorDiedError")])
 def test_the_driver_learns_the_cause(tmp_path, mode, error):

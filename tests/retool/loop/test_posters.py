@@ -74,6 +74,7 @@ os._exit(0)
 '''
 
 
+@pytest.mark.ray
 def test_a_cancelled_request_goes_on_behind_a_poster_and_so_none_is_cancelled(tmp_path):
     pytest.importorskip("ray")
     driver = tmp_path / "driver.py"
