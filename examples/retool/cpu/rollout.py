@@ -23,7 +23,7 @@ from rich.progress import MofNCompleteColumn, TimeElapsedColumn
 logger = logging.getLogger(__name__)
 
 CONCURRENCY = 16  # samples in flight: more only wait on a few cores
-CORE_SECONDS = 31  # that the packaged model takes for a sample of up to 512 tokens
+CORE_SECONDS = 20  # that the packaged model takes for a sample of up to 512 tokens
 
 
 def vime_arguments(engine: Engine, options: argparse.Namespace, groups: int) -> argparse.Namespace:
