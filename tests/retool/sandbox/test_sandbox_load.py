@@ -275,7 +275,7 @@ def test_work_that_is_short_is_not_too_slow_because_the_machine_is():
 
 
 def test_a_call_that_got_no_processor_is_an_infrastructure_error():
-    sandbox = jail.sandbox(timeout=0.5)
+    sandbox = jail.sandbox(timeout=2.0)
 
     async def scenario():
         await sandbox.execute_code("print(1)")
@@ -288,8 +288,8 @@ def test_a_call_that_got_no_processor_is_an_infrastructure_error():
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process, signal.SIGSTOP)
             await asyncio.sleep(0.01)
-        with pytest.raises(SandboxError, match="processor time in 2 seconds: this machine is overloaded"):
-            await asyncio.wait_for(call, 20)
+        with pytest.raises(SandboxError, match="processor time in 8 seconds: this machine is overloaded"):
+            await asyncio.wait_for(call, 40)
 
     asyncio.run(scenario())
 

@@ -20,9 +20,10 @@ from retool.sandbox.results import Reply, SandboxError
 RECORDS_PER_WAKE = 8  # then the loop's other callbacks have their turn
 WALL_FACTOR = 4  # how many times its processor time a call may take by the wall clock
 MAX_FLUSH_SECONDS = 1.0  # for a call whose time is up by the wall clock, to send what it has buffered
+MAX_RESPONSE_SECONDS = 10.0  # for its worker, which is as busy as the machine is, to say what the call has used
 # Of its processor time: a call that got less than this until the wall clock's limit, and waited for nothing else, was
-# not too slow, the machine was.
-STARVED_SHARE = 0.1
+# not too slow, the machine was. Small, since calls that would never end share a busy machine with many like them.
+STARVED_SHARE = 0.02
 BUSY_SECONDS = 0.01
 BUSY_ERRORS = {"EAGAIN", "ETOOMANYREFS", "EMFILE", "ENFILE", "ENOBUFS", "ENOMEM"}
 
@@ -69,6 +70,8 @@ async def run(key: WorkerKey, request: bytes, timeout: float, keep: int) -> Repl
 def _check_starvation(reply: Reply, timeout: float) -> None:
     """SandboxError: the call ran into the wall clock's limit because it got no processor."""
     used, limit = reply.cpu_seconds, f"{WALL_FACTOR * timeout:g} seconds"
+    if reply.final or (used is None and reply.exit_status is not None):
+        return  # it ended at that moment
     if used is None:
         raise SandboxError(f"the sandbox worker did not respond when a call had taken {limit}")
     if used < STARVED_SHARE * timeout and reply.exit_status in (None, wire.STARVED):
@@ -141,7 +144,11 @@ async def _converse(connection: socket.socket, reply: Reply, wall_seconds: float
         reply.ended = "timeout"
         with contextlib.suppress(OSError):  # its other end is closed already
             connection.shutdown(socket.SHUT_WR)  # tells the child to flush and to end
-        timer = loop.call_later(MAX_FLUSH_SECONDS, finish)
+        timer = loop.call_later(MAX_FLUSH_SECONDS, worker_must_respond)
+
+    def worker_must_respond() -> None:
+        nonlocal timer
+        timer = loop.call_later(0 if reply.cpu_seconds is not None else MAX_RESPONSE_SECONDS, finish)
 
     loop.add_reader(descriptor, read)
     try:

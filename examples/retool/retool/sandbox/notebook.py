@@ -168,6 +168,7 @@ class _Stream(io.TextIOWrapper):
 
 # Made once: new stream objects in each child would cost it a tenth of a millisecond.
 STDOUT, STDERR = _Stream(OUTPUT), _Stream(ERRORS)
+_cpu_seconds = float("inf")  # that this call may use
 _switches_before = 0  # of this process, to wait for something, before its code ran
 
 
@@ -181,22 +182,28 @@ def flush(*_signal) -> None:
             pass  # the code has closed it
 
 
-def cpu_time_is_up(*_signal) -> None:
-    flush()
-    os._exit(CPU_TIME_UP)
+def cpu_time_is_up(_number=None, _frame=None) -> None:
+    try:
+        flush()
+    finally:  # also where the code has left no memory to flush with
+        os._exit(CPU_TIME_UP)
 
 
-def wall_time_is_up(*_signal) -> None:
+def wall_time_is_up(_number, _frame) -> None:
     """Says, by its exit status, whether this call waited for the processor alone."""
-    flush()
-    waited = resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw > _switches_before
-    os._exit(0 if waited else STARVED)
+    status = 0
+    try:
+        flush()
+        status = 0 if resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw > _switches_before else STARVED
+    finally:
+        os._exit(status)
 
 
 def limit_time(seconds: float) -> None:
     """End this call when it has used so much processor time: by a handler, which flushes what was printed, and a
     little later by the kernel, where the handler has no chance to run."""
-    global _switches_before
+    global _cpu_seconds, _switches_before
+    _cpu_seconds = seconds
     _switches_before = resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw
     signal.setitimer(signal.ITIMER_PROF, seconds)
     signal.setitimer(signal.ITIMER_VIRTUAL, seconds + GRACE_SECONDS)
@@ -426,5 +433,7 @@ def run_call(call: socket.socket, namespace: dict, random_states: list, guards: 
         letter, text = NO_MEMORY, "MemoryError"
     except BaseException as error:  # the description itself failed, in an exception's own methods for example
         letter, text = RAISED, type(error).__name__
+    if letter == NO_MEMORY and time.process_time() >= _cpu_seconds:
+        cpu_time_is_up()  # the code had left no memory to call the handler with
     flush()
     os.write(call.fileno(), letter + text.encode("utf-8", "backslashreplace")[: MAX_RECORD_BYTES - 1])
