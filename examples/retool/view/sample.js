@@ -121,7 +121,7 @@ function detailHeader(row) {
   );
   if (row.lost)
     header.append(
-      el("p", { class: "banner" }, "Lost to an infrastructure error or removed: none of it is trained on."),
+      el("p", { class: "banner" }, "Lost to an infrastructure error, aborted or removed: none of it is trained on."),
     );
   return header;
 }

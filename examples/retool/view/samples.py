@@ -19,6 +19,7 @@ from view.load import Raw
 from view.tokens import Vocabulary
 
 MAX_PREVIEW_CHARS = 200
+EPSILON = 1e-6  # vime's
 MAX_NUMBER = 1e15  # a larger one is no reward and no number of seconds
 
 
@@ -51,7 +52,6 @@ class Shown:
     prediction: str
     score: float | None
     right: bool | None
-    status: str
     lost: bool  # not trained on
     end_reason: str
     turns: int | None
@@ -92,6 +92,7 @@ def read(raw: Raw, vocabulary: Vocabulary | None, gaps: Counter[str]) -> Shown:
     retool = _retool(raw, gaps)
     calls = [_call(call) for call in retool.get("calls") or [] if isinstance(call, dict)]
     segments = _number_calls(_by_mask(pieces, mask) if pieces is not None and mask else _by_frames(response))
+    status = str(raw.get("status") or "")
     score, right, prediction = _reward(raw.get("reward"), gaps)
     return Shown(
         index=_integer(raw.get("index")),
@@ -102,9 +103,8 @@ def read(raw: Raw, vocabulary: Vocabulary | None, gaps: Counter[str]) -> Shown:
         prediction=prediction,
         score=score,
         right=right,
-        status=str(raw.get("status") or ""),
-        lost=bool(raw.get("remove_sample")),
-        end_reason=str(retool.get("end_reason") or raw.get("status") or "unknown"),
+        lost=bool(raw.get("remove_sample")) or status == "aborted" or (mask is not None and not any(mask)),
+        end_reason=str(retool.get("end_reason") or status or "unknown"),
         turns=_integer(retool.get("turns")),
         calls=calls,
         outcomes=_outcomes(calls, segments),
@@ -268,22 +268,24 @@ def _outcomes(calls: list[Call], segments: list[Segment]) -> list[str]:
 
 
 def advantages(samples: Sequence[Shown]) -> list[float | None]:
-    """GRPO's advantage of each sample in its group: (score - mean) / standard deviation of the group.
+    """GRPO's advantage of each sample in its group, by the plugin's default rules: (score - mean) / standard deviation.
 
-    None where it has no score or no group. Samples that are not trained on get 0 and are left out of mean and deviation.
+    Samples that are not trained on get 0 and are left out of both, and so does a whole group in which fewer than two
+    are left, or all are right or all wrong. None where a sample has no score or no group.
     """
-    groups: dict[int | None, list[float]] = {}
+    groups: dict[int | None, list[Shown]] = {}
     for sample in samples:
         if sample.score is not None and not sample.lost:
-            groups.setdefault(sample.group, []).append(sample.score)
+            groups.setdefault(sample.group, []).append(sample)
     return [_advantage(sample, groups.get(sample.group, [])) for sample in samples]
 
 
-def _advantage(sample: Shown, scores: Sequence[float]) -> float | None:
+def _advantage(sample: Shown, group: Sequence[Shown]) -> float | None:
     if sample.score is None or sample.group is None:
         return None
-    if sample.lost or len(scores) < 2:
+    if sample.lost or len({other.score if other.right is None else other.right for other in group}) < 2:
         return 0.0
-    mean = sum(scores) / len(scores)
-    deviation = math.sqrt(sum((score - mean) ** 2 for score in scores) / (len(scores) - 1))
-    return (sample.score - mean) / (deviation + 1e-6)
+    scores = [other.score for other in group if other.score is not None]
+    mean = math.fsum(scores) / len(scores)
+    deviation = math.sqrt(math.fsum((score - mean) ** 2 for score in scores) / (len(scores) - 1))
+    return (sample.score - mean) / (deviation + EPSILON)

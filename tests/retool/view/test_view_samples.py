@@ -4,11 +4,13 @@ import base64
 import hashlib
 import json
 import math
+import random
 import re
 import struct
 import zlib
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from retool import chat
@@ -159,19 +161,58 @@ def test_prompts(vocabulary):
     assert shown(raw())[0].prompt == QUESTION
 
 
+def scored(score, **changes):
+    reward = {"score": score, "acc": score > 0, "pred": ""}
+    return shown(raw(**{"reward": reward, **changes}))[0]
+
+
 def test_advantages_are_grpos():
-    samples = [
-        shown(raw(score=score, group_index=group))[0] for score, group in [(1, 0), (-1, 0), (0, 0), (1, 1), (1, 1)]
-    ]
-    assert advantages(samples) == [pytest.approx(x, abs=1e-5) for x in (1, -1, 0, 0, 0)]
+    samples = [scored(score, group_index=group) for score, group in [(1, 0), (-1, 0), (1, 0), (1, 1), (1, 1)]]
+    assert advantages(samples) == [pytest.approx(x, abs=1e-5) for x in (0.57735, -1.1547, 0.57735, 0, 0)]
 
 
-def test_a_lost_sample_changes_nobodys_advantage():
-    whole = [shown(raw(score=score))[0] for score in (1, -1, -1)]
-    lost = shown(raw(score=0, remove_sample=True))[0]
-    assert advantages([*whole, lost]) == [*advantages(whole), 0.0]
-    assert advantages([shown(raw(reward=None))[0]]) == [None]
-    assert advantages([shown(raw(group_index=None))[0]]) == [None]
+def test_a_group_that_is_all_wrong_has_no_advantages():
+    assert advantages([scored(-1.0), scored(-0.9)]) == [0.0, 0.0]
+    without_accuracy = [scored(0, reward=-1.0), scored(0, reward=-0.9)]
+    assert advantages(without_accuracy) == [pytest.approx(-0.7071, abs=1e-3), pytest.approx(0.7071, abs=1e-3)]
+
+
+@pytest.mark.parametrize(
+    "lost", [{"remove_sample": True}, {"status": "aborted"}, {"loss_mask": [0] * raw()["response_length"]}]
+)
+def test_a_lost_sample_changes_nobodys_advantage(lost):
+    whole = [scored(score) for score in (1, -1, -1)]
+    assert advantages([*whole, scored(0, **lost)]) == [*advantages(whole), 0.0]
+
+
+def test_without_a_score_or_a_group_there_is_no_advantage():
+    assert advantages([scored(0, reward=None), scored(1, group_index=None)]) == [None, None]
+
+
+def test_the_advantages_are_those_that_are_trained_on():
+    """Over random groups, by the function that the plugin gives to vime."""
+    plugins = pytest.importorskip("retool.advantages", reason="the plugin has no normalization of its own here")
+
+    from vime.utils.types import Sample
+
+    rng = random.Random(0)
+    length = raw()["response_length"]
+    args = SimpleNamespace(advantage_estimator="grpo", rewards_normalization=True, grpo_std_normalization=True)
+    args.n_samples_per_prompt, args.reward_key = 4, "score"
+    for _ in range(200):
+        raws = []
+        for index in range(12):
+            score = rng.choice([1.0, -1.0, -0.95, -0.6])
+            change = rng.choice(
+                [{}, {}, {}, {"remove_sample": True}, {"status": "aborted"}, {"loss_mask": [0] * length}]
+            )
+            reward = {"score": score, "acc": score > 0, "pred": ""}
+            raws.append(raw(index=index, group_index=index // 4, reward=reward, **change))
+        samples = [Sample(**{name: value for name, value in one.items() if name != "status"}) for one in raws]
+        for sample, one in zip(samples, raws, strict=True):
+            sample.status = Sample.Status(one["status"])
+        _, expected = plugins.normalize(args, samples, "accuracy")
+        assert advantages([shown(one)[0] for one in raws]) == pytest.approx(expected)
 
 
 # --- tokens ----------------------------------------------------------------------------------------------------------
