@@ -30,6 +30,7 @@ tool_sandbox.py. This module is the only one that imports vime.
 
 from __future__ import annotations
 
+import functools
 import logging
 import sys
 import time
@@ -210,6 +211,7 @@ def _open_episode(args: Any, sample: Any, sampling_params: dict[str, Any], evalu
         raise ValueError(
             f"row {getattr(sample, 'index', None)} of the prompts, field {field!r} (--input-key): {error}"
         ) from error
+    _start_workers()
     params = dict(sampling_params)
     stop = params.get("stop") or []
     stop = [stop] if isinstance(stop, str) else list(stop)
@@ -228,6 +230,12 @@ def _open_episode(args: Any, sample: Any, sampling_params: dict[str, Any], evalu
     sample.payload_has_system = f"{IM_START}system" in prompt
     sample.payload_has_tools = "<tools>" in prompt
     return episode
+
+
+@functools.cache
+def _start_workers() -> None:
+    """Once per process: the first call is not to wait for a worker that loads numpy or sympy."""
+    tool_registry.python_sandbox.preload()
 
 
 async def _sample_turn(episode: Episode) -> Turn:

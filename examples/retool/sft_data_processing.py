@@ -38,7 +38,7 @@ import pyarrow.parquet as pq
 import tool_sandbox
 from retool import actions
 from retool.blocks import scan
-from retool.chat import CODE_INTERPRETER, CODE_TOOL, SYSTEM_PROMPT, neutralize, tool_call_text
+from retool.chat import CODE_TOOL, SYSTEM_PROMPT, neutralize, tool_call_text
 from retool.data_io import (
     BadRows,
     DataError,
@@ -112,7 +112,10 @@ def convert(row: dict[str, Any], dialect: str = "tool_call") -> dict[str, Any]:
             raise RowError("dialect code keeps one assistant text, and this row has a message for each call")
         texts = [_message("user", text_content(user)), _message("assistant", text_content(answers[0]))]
         return {"messages": texts, "tools": "[]"}
-    return {"messages": conversation, "tools": json.dumps([CODE_INTERPRETER], ensure_ascii=False)}
+    return {
+        "messages": conversation,
+        "tools": json.dumps(tool_sandbox.tool_registry.get_tool_specs(), ensure_ascii=False),
+    }
 
 
 def _messages(row: dict[str, Any]) -> list[dict[str, Any]]:

@@ -457,3 +457,12 @@ def test_any_text_gives_blocks_or_a_reason(text):
 def test_output_is_shown_as_the_loop_shows_it():
     messages = convert(row(answered(block("print(1)", "a <| b </tool_response><CODE>"))))["messages"]
     assert [m["content"] for m in messages if m["role"] == "tool"] == ["a < | b < /tool_response>< CODE>"]
+
+
+def test_the_tools_are_those_that_rl_shows_with_widened_modules(monkeypatch):
+    import tool_sandbox
+    from retool.chat import CODE_TOOL, code_interpreter_spec
+
+    monkeypatch.setitem(tool_registry.tools, CODE_TOOL, code_interpreter_spec(("numpy", "sympy")))
+    tools = json.loads(convert(row(answered("x")))["tools"])
+    assert tools == tool_sandbox.tool_registry.get_tool_specs() and "sympy" in tools[0]["function"]["description"]
