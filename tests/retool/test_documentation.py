@@ -120,7 +120,7 @@ def test_the_table_of_settings_is_the_codes():
 def test_the_table_of_outcomes_is_the_codes():
     from tool_sandbox import ToolOutput
 
-    assert list(table(EXAMPLE / "README.md", "outcome")) == re.findall(r'"(\w+)"', ToolOutput.__doc__ or "")
+    assert list(table(EXAMPLE / "docs" / "sandbox.md", "outcome")) == re.findall(r'"(\w+)"', ToolOutput.__doc__ or "")
 
 
 def test_what_a_sample_says_about_its_episode_is_documented(monkeypatch):
