@@ -138,6 +138,8 @@ async def complete(
         meta |= _weight_versions(output)
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
         raise EngineError(f"the engine's answer cannot be read: {error!r}") from error
+    if output["choices"][0].get("finish_reason") == "error":  # asked again it may say so for ever
+        raise EngineError("the engine failed on this request: its finish_reason is error")
     limit = payload["sampling_params"]["max_tokens"]
     if len(token_ids) > limit:
         fault = f"it has {len(token_ids)} tokens where {limit} were allowed"

@@ -491,7 +491,7 @@ def assert_lost(sample):
     assert sample.reward["score"] == 0 and sample.reward["acc"] is False and sample.reward["pred"] == ""
 
 
-@pytest.mark.parametrize("finish", ["abort", "cancelled", "error", {"type": "abort"}])
+@pytest.mark.parametrize("finish", ["abort", "cancelled", {"type": "abort"}])
 @pytest.mark.parametrize("vime_aborts", [False, True])
 def test_an_aborted_request(rollout, tool, finish, vime_aborts):
     def now(_payload):
@@ -504,6 +504,13 @@ def test_an_aborted_request(rollout, tool, finish, vime_aborts):
         assert sample.status == Sample.Status.ABORTED and sample.reward is None and not sample.remove_sample
     else:
         assert_lost(sample)
+
+
+def test_an_error_of_the_engine_is_no_abort(rollout, tool):
+    """A fully asynchronous rollout would ask an engine that always answers so for ever."""
+    sample = rollout.run([Turn(call("1")), Turn(call("2"), finish="error")])
+    assert_lost(sample)
+    assert retool(sample)["end_reason"] == "infrastructure_error"
 
 
 def bad_log_probs(change):
