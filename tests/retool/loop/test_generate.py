@@ -25,27 +25,6 @@ END = chat.IM_END
 ANSWER = Turn(f"So it is.\nAnswer: \\boxed{{42}}{END}")
 
 
-@pytest.fixture
-def rollout(monkeypatch):
-    made = Rollout(monkeypatch)
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def tool(monkeypatch):
-    """The sandbox's place taken by a function that notes its calls; `tool.answer` may be text or raise."""
-    seen = SimpleNamespace(codes=[], answer="Output:\n42", concurrent=0)
-
-    async def execute_code(code):
-        seen.codes.append(code)
-        answer = seen.answer(code) if callable(seen.answer) else seen.answer
-        return await answer if asyncio.iscoroutine(answer) else answer
-
-    monkeypatch.setattr(tool_sandbox.tool_registry.python_sandbox, "execute_code", execute_code)
-    return seen
-
-
 def retool(sample):
     return sample.metadata["retool"]
 

@@ -20,25 +20,6 @@ END = chat.IM_END
 ANSWER = Turn(f"So it is.\nAnswer: \\boxed{{42}}{END}")
 
 
-@pytest.fixture
-def rollout(monkeypatch):
-    made = Rollout(monkeypatch)
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def tool(monkeypatch):
-    seen = SimpleNamespace(codes=[], answer="Output:\n42")
-
-    async def execute_code(code):
-        seen.codes.append(code)
-        return seen.answer
-
-    monkeypatch.setattr(tool_sandbox.tool_registry.python_sandbox, "execute_code", execute_code)
-    return seen
-
-
 def assert_lost(sample):
     assert sample.status == Sample.Status.ABORTED and sample.remove_sample and sample.reward["score"] == 0
 

@@ -148,7 +148,7 @@ def test_any_episode_keeps_the_invariants(
     ends = {"answer": "completed", "abort": "aborted", "infrastructure_error": "aborted"}
     assert sample.status.value == ends.get(record["end_reason"], "truncated")
     if sample.loss_mask and sample.loss_mask[-1] == 0 and not task.cancelled():
-        # an observation is the last thing only if the engine was asked to go on behind it, and added nothing
+        # an observation is the last thing only if the engine was asked to go on after it, and added nothing
         assert script.requests[-1].payload["token_ids"] == sample.tokens
     assert (sample.reward is not None) == sample.remove_sample
     if sample.remove_sample:
