@@ -20,8 +20,8 @@ Invariants, on every way out, a cancellation at any await included:
   sampled is never tokenized again, only observations are encoded.
 - len(loss_mask) == len(rollout_log_probs) == response_length and tokens == prompt ids + response ids. The mask is 1 on
   sampled tokens, 0 on observations.
-- A mistake of the model becomes an observation. An infrastructure error (EngineError, SandboxError) makes the sample
-  ABORTED and is never trained on; many of them stop the run.
+- A mistake of the model becomes an observation. After an infrastructure error (EngineError, SandboxError) the sample is
+  ABORTED and never trained on; many of them stop the run.
 
 How the model is spoken to is retool/chat.py, what it says retool/actions.py, what a turn asks of the engine
 retool/request.py, the wire retool/engine.py, what ends a run retool/failures.py, the reward retool/reward.py, the tools
@@ -37,8 +37,8 @@ import time
 from contextlib import nullcontext
 from typing import Any
 
-from retool import advantages, engine, failures, metrics, request, reward
-from retool.actions import Action, Answer, Code, Incomplete, Invalid, ToolCall, complete_actions_end, read_action
+from retool import actions, advantages, engine, failures, metrics, request, reward
+from retool.actions import Action, Answer, Code, Incomplete, Invalid, ToolCall
 from retool.chat import (
     CODE_TOOL,
     IM_END,
@@ -158,6 +158,7 @@ async def generate(args, sample: Sample, sampling_params: dict[str, Any], evalua
         EngineRefused: the set-up is wrong.
         TooManyFailures: infrastructure errors keep coming.
         ValueError: the prompt cannot be used.
+        RuntimeError: this vime is too old, or a feature that was asked for is not supported.
     """
     episode = _open_episode(args, sample, sampling_params, evaluation)
     end, failure = EndReason.ABORT, None  # what holds if the task is cancelled at an await below
@@ -226,6 +227,7 @@ def _open_episode(args: Any, sample: Any, sampling_params: dict[str, Any], evalu
         sample.tokens = encode(state.tokenizer, prompt)
         episode.opened = turn_opening if prompt.endswith(turn_opening) else ""
         begin_turn(episode)
+    # For code written for earlier versions of this example.
     sample.payload_text = prompt
     sample.payload_has_system = f"{IM_START}system" in prompt
     sample.payload_has_tools = "<tools>" in prompt
@@ -239,31 +241,32 @@ def _start_workers() -> None:
 
 
 async def _sample_turn(episode: Episode) -> Turn:
-    """One request, and more only while the stop tag that ended it stands inside an unfinished string, or where a turn
-    that an abort had cut goes on."""
+    """The turn that comes next, or what an abort had left of it and the rest.
+
+    One request, and more only while the stop tag that ended it stands inside an unfinished string.
+    """
     sample, limits = episode.sample, episode.limits
     text, reading = sample.response[episode.text_start :], None
     while not episode.turn_over:
         room, binding = limits.room(sample), limits.binding(sample)
         if room <= 0:
-            return Turn(text, Invalid(""), cut_by=binding)
+            return Turn(text, cut_by=binding)
         if episode.aborting:
-            return Turn(text, Invalid(""), cut_by=EndReason.ABORT)
+            return Turn(text, cut_by=EndReason.ABORT)
         with trace_span(sample, "retool_turn", attrs={"turn": episode.turns, "max_new_tokens": room}):
             completion = await _complete(episode, room)
         if completion.finish_reason == "abort":
             _keep_partial_turn(episode, completion)
-            return Turn(text, Invalid(""), cut_by=EndReason.ABORT)
+            return Turn(text, cut_by=EndReason.ABORT)
         text = record_turn(episode, *completion)
         if completion.finish_reason == "length":
-            return Turn(text, Invalid(""), cut_by=binding)
-        reading = read_action(episode.opened + text, tools=tool_registry.tools)
+            return Turn(text, cut_by=binding)
+        reading = actions.read_action(episode.opened + text, tools=tool_registry.tools)
         episode.requests += 1
-        asks_on = isinstance(reading.action, Incomplete) and completion.token_ids
-        episode.turn_over = not asks_on or episode.requests == MAX_REQUESTS_PER_TURN
-    reading = reading or read_action(episode.opened + text, tools=tool_registry.tools)
-    if isinstance(reading.action, Incomplete):
-        reading = read_action(episode.opened + text, over=True, tools=tool_registry.tools)
+        incomplete = isinstance(reading.action, Incomplete) and completion.token_ids
+        episode.turn_over = not incomplete or episode.requests == MAX_REQUESTS_PER_TURN
+    if reading is None or isinstance(reading.action, Incomplete):
+        reading = actions.read_whole_turn(episode.opened + text, tool_registry.tools)
     episode.hallucinated_here = reading.hallucinated
     return Turn(text, reading.action)
 
@@ -318,26 +321,23 @@ async def _act(episode: Episode, action: Action) -> str | None:
         return await _observe(action)
     sample = episode.sample
     sample.tool_call_count += 1
-    name, given = (CODE_TOOL, action.source) if isinstance(action, Code) else (action.name, str(action.arguments))
+    given = action.source if isinstance(action, Code) else str(action.arguments)
     started = time.monotonic()
-    with trace_span(sample, "retool_tool_call", attrs={"tool": name}):
+    with trace_span(sample, "retool_tool_call", attrs={"tool": action.name}):
         output = await until_aborted(episode, _observe(action))
     seconds = time.monotonic() - started
     sample.non_generation_time += seconds
     if output is None:
         return None
     outcome = getattr(output, "outcome", "ok")
-    episode.calls.append(CallRecord(name, round(seconds, 6), outcome, len(given), len(output)))
+    episode.calls.append(CallRecord(action.name, round(seconds, 6), outcome, len(given), len(output)))
     return output
 
 
 async def _observe(action: Action) -> str:
     """What the tool, or the loop itself, answers to an action. SandboxError is an infrastructure error."""
     if isinstance(action, Code | ToolCall):
-        name, arguments = (
-            (CODE_TOOL, {"code": action.source}) if isinstance(action, Code) else (action.name, action.arguments)
-        )
-        return _bounded(await tool_registry.execute_tool(name, arguments))
+        return _bounded(await tool_registry.execute_tool(action.name, action.arguments))
     assert isinstance(action, Invalid), "an answer ends the episode, and an incomplete turn goes on"
     return (
         f"Your previous action is invalid: {action.problem}. To run Python, call {CODE_TOOL} with the code; "
@@ -435,7 +435,7 @@ _parse_vllm_choice = engine.parse_choice
 
 def postprocess_predictions(text: str) -> tuple[str | None, Any]:
     """("code", source), ("answer", what the box holds), ("tool", {"name", "arguments"}), or (None, "")."""
-    action = read_action(text, tools=tool_registry.tools).action
+    action = actions.read_action(text, tools=tool_registry.tools).action
     if isinstance(action, Code):
         return "code", action.source
     if isinstance(action, Answer):
@@ -447,14 +447,12 @@ def postprocess_predictions(text: str) -> tuple[str | None, Any]:
 
 def postprocess_responses(text: str) -> str:
     """The text up to the end of its last complete action; the whole text if it has none."""
-    return text[: complete_actions_end(text)]
+    return text[: actions.complete_actions_end(text)]
 
 
 async def execute_predictions(text: str) -> tuple[str, bool]:
     """(observation in its frame, done) for a whole turn; ("", True) for an answer. SandboxError as execute_tool."""
-    action = read_action(text, tools=tool_registry.tools).action
-    if isinstance(action, Incomplete):
-        action = read_action(text, over=True, tools=tool_registry.tools).action
+    action = actions.read_whole_turn(text, tool_registry.tools).action
     if isinstance(action, Answer):
         return "", True
     around = frame(getattr(action, "dialect", None), turn_ended=text.endswith(IM_END))

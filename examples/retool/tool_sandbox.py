@@ -20,18 +20,7 @@ Invariants. The limit on concurrent calls is taken in ``ToolRegistry.execute_too
 jail is trusted: a record is text to show or one of a few letters, and what a call may send, hold and last is bounded.
 The host waits for no process while a loop runs: a call is one socket, and closing it is what kills its child.
 
-Why this way. A fork from a warm worker costs about a millisecond where an interpreter costs ten to forty; pre-forked
-children take even that out of the latency, and get their source from the host alone, so that no buffer of the worker
-can keep it. Most of a fork, and of a child's life, is the kernel's: it copies page tables, then each page that is
-written to, and takes it all down again. So the worker has loaded little and forks several children in a row. Sources
-are compiled in the child, where it costs a tenth of a call, and not in the host: a line of nested comprehensions
-crashes the compiler of Python 3.12, and twenty of nested `finally` keep any for seconds.
-
-Landlock and seccomp are some hundred lines over prctl and syscall, since what they need is then built once and only
-installed in each child. The packages for them build it where it is installed: measured in forked children on one
-machine, pyseccomp 1.6 ms against 0.3, landlock 1.8 ms against 0.1; and pyseccomp needs the library libseccomp. The
-package sandlock runs a command for each call, 24 ms where the bare interpreter took 15. All layers together cost a
-tenth of a call.
+Why this way, with numbers: docs/design.md.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 CPU = Path(__file__).resolve().parent
 EXAMPLE = CPU.parent
 PROBLEMS = CPU / "problems.jsonl"
-DEFAULT_LIMIT = 12  # of these: about two minutes on two cores
+DEFAULT_LIMIT = 12  # of these; the run says beforehand how long they may take
 # At 1.0 the packaged model seldom closes its code block. The engine scores at this temperature, as vime has it score.
 TEMPERATURE = 0.6
 

@@ -35,6 +35,15 @@ class Code(NamedTuple):
     source: str
     dialect: Dialect  # the one the model spoke, and is answered in
 
+    @property
+    def name(self) -> str:
+        """Of the tool that runs it, as of any other call."""
+        return CODE_TOOL
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        return {"code": self.source}
+
 
 class ToolCall(NamedTuple):
     """A call of a tool other than the code interpreter."""
@@ -113,6 +122,12 @@ def _action(text: str, found: Scan, over: bool, tools: Collection[str]) -> Actio
         return _read_call_body(body, tools)
     program = source(body)
     return Code(program, "code") if program else Invalid("the code block is empty", "code")
+
+
+def read_whole_turn(text: str, tools: Collection[str] = (CODE_TOOL,)) -> Reading:
+    """A turn after which nothing more comes, whatever stands unfinished in it."""
+    reading = read_action(text, tools=tools)
+    return read_action(text, over=True, tools=tools) if isinstance(reading.action, Incomplete) else reading
 
 
 def complete_actions_end(text: str) -> int:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple
 
-from retool.actions import Action
+from retool.actions import Action, Invalid
 from retool.chat import OPEN_TURN, Frame, neutralize, shorten, turn_opening
 from retool.engine import EngineError
 
@@ -88,7 +88,7 @@ class Turn(NamedTuple):
     """What the model said until it was the loop's turn, or, with `cut_by`, the reason why it is to say no more."""
 
     text: str
-    action: Action
+    action: Action = Invalid("")  # nothing was read of a turn that was cut
     cut_by: EndReason | None = None
 
 

@@ -1,4 +1,4 @@
-"""The launch scripts as dry runs over a fake vime tree: what command they print, and vime's own parser on it."""
+"""The launch scripts as dry runs over a fake vime tree: what command they print."""
 
 import ast
 import json

@@ -101,13 +101,13 @@ def test_a_rendered_prompt_keeps_its_opening(monkeypatch, tool):
 def test_the_models_own_thought_is_read_as_one(monkeypatch, tool):
     """Its opening tag stands in the prompt, or in an observation's frame: what it closes is a thought all the same."""
     read = []
-    real = plugin.read_action
+    real = plugin.actions.read_action
 
     def read_action(text, **kwargs):
         read.append(text)
         return real(text, **kwargs)
 
-    monkeypatch.setattr(plugin, "read_action", read_action)
+    monkeypatch.setattr(plugin.actions, "read_action", read_action)
     rollout = Rollout(monkeypatch, Templated(always))
     turns = [
         Turn(f"Answer: \\boxed{{1}}?\n</think>\n\nLet me see. {call('1')}"),
@@ -117,7 +117,7 @@ def test_the_models_own_thought_is_read_as_one(monkeypatch, tool):
     sample = rollout.run(turns)
     rollout.close()
     assert [text.startswith(OPEN_THOUGHT) for text in read] == [True] * 3  # the third goes on in an open thought
-    assert tool.codes == ["1", "2"] and plugin.read_action(read[-1], tools={}).action == Answer("42")
+    assert tool.codes == ["1", "2"] and plugin.actions.read_action(read[-1], tools={}).action == Answer("42")
     assert turns[0].text in sample.response and turns[2].text in sample.response  # as sampled
     read.clear()
     rollout = Rollout(monkeypatch, Templated(always))

@@ -1,4 +1,4 @@
-"""What a source may do and what its observation says: the handed cases, and the families they stand for."""
+"""What a source may do and what its observation says: the golden cases, and the families they stand for."""
 
 import asyncio
 import importlib
@@ -22,7 +22,7 @@ CASES = Path(__file__).resolve().parents[1] / "cases"
 EXAMPLE = Path(tool_sandbox.__file__).parent
 
 
-def handed(name: str) -> list:
+def golden(name: str) -> list:
     lines = (CASES / name).read_text(encoding="utf-8").splitlines()
     return [pytest.param(json.loads(line), id=f"{name}-{number}") for number, line in enumerate(lines, 1) if line]
 
@@ -37,8 +37,8 @@ def run(code: str, timeout: float = 20, memory: str = "1GB", modules=()) -> Tool
 # Results
 
 
-@pytest.mark.parametrize("case", handed("execution.jsonl"))
-def test_handed_execution(case):
+@pytest.mark.parametrize("case", golden("execution.jsonl"))
+def test_golden_execution(case):
     result = run(case["code"], case.get("timeout", 20))
     assert isinstance(result, str)
     assert result.startswith(case.get("starts", ""))
@@ -331,8 +331,8 @@ def test_code_beyond_the_policy_still_finds_every_module_that_it_imports(monkeyp
 # Policy
 
 
-@pytest.mark.parametrize("case", handed("policy.jsonl"))
-def test_handed_policy(case):
+@pytest.mark.parametrize("case", golden("policy.jsonl"))
+def test_golden_policy(case):
     safe, message = PythonSandbox(1, "1GB")._check_code_safety(case["code"])
     assert safe == (case["allowed"] in (True, None))
     assert bool(message) != safe
@@ -594,8 +594,8 @@ def test_a_refusal_lists_every_problem_once():
     assert len(run("\n".join(f"import module_{n}" for n in range(50))).splitlines()) <= 12
 
 
-@pytest.mark.parametrize("case", handed("useful.jsonl"))
-def test_handed_useful(case):
+@pytest.mark.parametrize("case", golden("useful.jsonl"))
+def test_golden_useful(case):
     result = run(case["code"])
     assert (result.outcome == "ok") == case["runs"], result
 
