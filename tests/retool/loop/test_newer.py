@@ -93,9 +93,9 @@ def test_a_sample_may_have_template_arguments_of_its_own(monkeypatch, tool):
 def test_a_rendered_prompt_keeps_its_opening(monkeypatch, tool):
     rollout = Rollout(monkeypatch, Templated(always))
     rendered = chat.render_prompt("Q", tool_sandbox.tool_registry.get_tool_specs(), OPEN_THOUGHT)
-    sample = rollout.run([ANSWER], sample=Sample(prompt=rendered))
+    sample = rollout.run([Turn(f"So</think>\n{ANSWER.text}")], sample=Sample(prompt=rendered))
     rollout.close()
-    assert prompt_and_response(sample)[0] == rendered
+    assert prompt_and_response(sample)[0] == rendered and sample.status == Sample.Status.COMPLETED
 
 
 def test_the_models_own_thought_is_read_as_one(monkeypatch, tool):
