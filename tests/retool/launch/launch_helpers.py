@@ -206,3 +206,24 @@ def wait_for(condition, seconds: float = 120) -> bool:
             return True
         time.sleep(0.2)
     return False
+
+
+# The beginning of a program that asks vime's own parser; it says MISSING where something that vime needs is not there.
+VIMES_PARSER = """
+import sys, types
+import torch
+if not torch.cuda.is_available():  # Megatron asks for the GPU's generation while it checks its arguments
+    torch.cuda.get_device_properties = lambda *device: types.SimpleNamespace(major=9, minor=0)
+try:
+    from vllm.entrypoints.launchers import cli_args  # where newer versions have what vime imports while it parses
+    sys.modules["vllm.entrypoints.openai.cli_args"] = cli_args
+except ImportError:
+    pass
+try:
+    from vime.utils.arguments import parse_args
+    from vllm.entrypoints.openai.cli_args import FrontendArgs
+    import megatron.training.arguments
+except ImportError as error:
+    print(f"MISSING {error}")
+    sys.exit(0)
+"""

@@ -8,25 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from launch_helpers import EXAMPLE, both, dry_run, flags_of, job_words, run
+from launch_helpers import EXAMPLE, VIMES_PARSER, both, dry_run, flags_of, job_words, run
 
-OPTIONS = """
-import argparse, json, sys, types
-import torch
-if not torch.cuda.is_available():  # Megatron asks for the GPU's generation while it checks its arguments
-    torch.cuda.get_device_properties = lambda *device: types.SimpleNamespace(major=9, minor=0)
-try:
-    from vllm.entrypoints.launchers import cli_args
-    sys.modules["vllm.entrypoints.openai.cli_args"] = cli_args
-except ImportError:
-    pass
-try:
-    from vime.utils.arguments import parse_args
-    from vllm.entrypoints.openai.cli_args import FrontendArgs
-    import megatron.training.arguments
-except ImportError as error:
-    print(f"MISSING {error}")
-    sys.exit(0)
+OPTIONS = (
+    VIMES_PARSER
+    + """
+import argparse, json
 found, parse_known_args = set(), argparse.ArgumentParser.parse_known_args
 
 def note(parser, *args, **options):
@@ -40,6 +27,7 @@ except (SystemExit, Exception) as error:  # it is not given what it needs, but i
     print(repr(error), file=sys.stderr)
 print(json.dumps(sorted(name for name in found if name.startswith("--"))))
 """
+)
 
 # What is missing -----------------------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from launch_helpers import SECRET, Tree, dry_run, flags_of, job_words
+from launch_helpers import SECRET, VIMES_PARSER, Tree, dry_run, flags_of, job_words
 
 QWEN3 = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -87,23 +87,7 @@ def test_every_documented_launch_gives_a_command(tree, launch):
     assert flags_of(words)["--actor-num-nodes"] == [launch.settings.get("NUM_NODES", "1")]
 
 
-PARSE = """
-import sys, types
-import torch
-if not torch.cuda.is_available():  # Megatron asks for the GPU's generation while it checks its arguments
-    torch.cuda.get_device_properties = lambda *device: types.SimpleNamespace(major=9, minor=0)
-try:
-    from vllm.entrypoints.launchers import cli_args  # where newer versions have what vime imports while it parses
-    sys.modules["vllm.entrypoints.openai.cli_args"] = cli_args
-except ImportError:
-    pass
-try:
-    from vime.utils.arguments import parse_args
-    from vllm.entrypoints.openai.cli_args import FrontendArgs
-    import megatron.training.arguments
-except ImportError as error:
-    print(f"MISSING {error}")
-    sys.exit(0)
+PARSE = f"""{VIMES_PARSER}
 args = parse_args()
 print("PARSED", args.rotary_base, args.max_tokens_per_gpu, args.loss_mask_type, args.eval_reward_key)
 """
