@@ -656,10 +656,10 @@ def test_a_call_is_told_of_its_time_and_its_end_in_a_host_that_ignores_and_block
 def test_a_child_that_cannot_confine_itself_names_the_step_and_the_error(monkeypatch, tmp_path, when):
     """No library limits calls like this one: the worker's own file is changed so that one step fails."""
     source = pool.WORKER_FILE.read_text()
-    step = '("setpgid", partial(os.setpgid, 0, 0))'
+    step = '["setpgid"] = partial(os.setpgid, 0, 0)'
     assert source.count(step) == 1
     broken = tmp_path / "broken_worker.py"
-    broken.write_text(source.replace(step, '("setpgid", partial(os.setpgid, 0, 1 << 22))'))
+    broken.write_text(source.replace(step, '["setpgid"] = partial(os.setpgid, 0, 1 << 22)'))
     monkeypatch.setattr(pool, "WORKER_FILE", broken)
     if when == "the child waits":
         take = pool.Worker.take

@@ -14,10 +14,6 @@ import gc
 import importlib
 import io
 import os
-import random
-import resource
-import signal
-import socket
 import string
 import struct
 import sys
@@ -26,6 +22,10 @@ import traceback
 import types
 from collections import namedtuple
 from functools import partial
+from resource import RUSAGE_SELF, getrusage
+from signal import ITIMER_PROF, ITIMER_REAL, ITIMER_VIRTUAL, setitimer
+
+import _socket as socket  # its C half alone: see "Speed" in ``worker.py``
 
 # What the host has under the same names in ``wire.py``.
 MAX_RECORD_BYTES = 32768
@@ -40,6 +40,7 @@ RETRY_SECONDS = 0.001  # where the timer met a stream in the middle of a write
 # How much later than by its own timer the kernel ends a call that is busy in C and lets no handler run.
 GRACE_SECONDS = 0.25
 MAX_TRACEBACK_CALLS = 8
+REHEARSALS = 10  # twice over, more than the times after which Python makes an instruction special
 MAX_CAUSES = 4  # that are shown of a chain of exceptions, the last ones
 MAX_MESSAGE_CHARS = 2000
 SOURCE_NAME = "<code>"
@@ -66,6 +67,7 @@ def preload(settings) -> None:
     """
     sys.stdin, sys.stdout, sys.stderr = None, STDOUT, STDERR
     sys.path.extend(settings.paths)
+    import_random()
     for name in (*settings.modules, *LATE_MODULES):
         with contextlib.suppress(ImportError):  # not on this Python: the code that imports it is told so
             importlib.import_module(name)
@@ -79,8 +81,7 @@ def preload(settings) -> None:
     vars(builtins).update(exit=sys.exit, quit=sys.exit)
     if hasattr(sys, "set_int_max_str_digits"):
         sys.set_int_max_str_digits(0)  # number theory prints long integers; the clock bounds what that costs
-    execute((0, 0), b"print(*(x for x in ()), end='')", {})
-    execute((0, 4), b"None", {})
+    rehearse(Guards(settings))
 
 
 def load_libraries(libraries) -> None:
@@ -109,15 +110,26 @@ def load_libraries(libraries) -> None:
             del os.environ[name]
 
 
+def import_random() -> None:
+    """It would have each fork draw a new state from 2500 random bytes, which is 12 of a short call's page faults. `seed`
+    does it at a third of the cost, for calls that may draw from it."""
+    register, os.register_at_fork = os.register_at_fork, lambda **_: None
+    try:
+        importlib.import_module("random")
+    finally:
+        os.register_at_fork = register
+
+
 def random_states() -> list:
     """Every generator that Python code holds, for children to seed."""
-    return [state for state in gc.get_objects() if isinstance(state, random.Random)]
+    generator = sys.modules["random"].Random
+    return [state for state in gc.get_objects() if isinstance(state, generator)]
 
 
 def seed(states: list) -> None:
     """Give this child random states of its own."""
     for state in states:
-        random.Random.seed(state, int.from_bytes(os.urandom(32), "little"))
+        sys.modules["random"].Random.seed(state, int.from_bytes(os.urandom(32), "little"))
     if "numpy.random" in sys.modules:
         numbers = struct.unpack("=8I", os.urandom(32))  # left to itself, numpy takes a millisecond to find some
         sys.modules["numpy.random"].seed(numbers)
@@ -131,17 +143,17 @@ class _Records(io.RawIOBase):
     """The raw end of a text stream: each write becomes one record of the call."""
 
     def __init__(self, letter: bytes):
-        self.letter, self.call, self.count = letter, -1, 0
+        self.letter, self.count = letter, 0
 
     def writable(self) -> bool:
         return True
 
     def write(self, data) -> int:
         chunk = bytes(data[: MAX_RECORD_BYTES - 1])
-        os.write(self.call, self.letter + chunk)
+        os.write(_call, self.letter + chunk)
         self.count += 1
         if self.count == CHATTY_RECORDS:  # the first tick at once, since `flush` may not change a stream that writes
-            signal.setitimer(signal.ITIMER_REAL, RETRY_SECONDS, FLUSH_SECONDS)
+            setitimer(ITIMER_REAL, RETRY_SECONDS, FLUSH_SECONDS)
         return len(chunk)
 
 
@@ -168,6 +180,7 @@ class _Stream(io.TextIOWrapper):
 
 # Made once: new stream objects in each child would cost it a tenth of a millisecond.
 STDOUT, STDERR = _Stream(OUTPUT), _Stream(ERRORS)
+_call = -1  # the descriptor of this child's call
 _cpu_seconds = float("inf")  # that this call may use
 _switches_before = 0  # of this process, to wait for something, before its code ran
 
@@ -177,7 +190,7 @@ def flush(*_signal) -> None:
         try:
             stream.send()
         except RuntimeError:
-            signal.setitimer(signal.ITIMER_REAL, RETRY_SECONDS, FLUSH_SECONDS)
+            setitimer(ITIMER_REAL, RETRY_SECONDS, FLUSH_SECONDS)
         except (ValueError, OSError):
             pass  # the code has closed it
 
@@ -194,7 +207,7 @@ def wall_time_is_up(_number, _frame) -> None:
     status = 0
     try:
         flush()
-        status = 0 if resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw > _switches_before else STARVED
+        status = 0 if getrusage(RUSAGE_SELF).ru_nvcsw > _switches_before else STARVED
     finally:
         os._exit(status)
 
@@ -204,9 +217,9 @@ def limit_time(seconds: float) -> None:
     little later by the kernel, where the handler has no chance to run."""
     global _cpu_seconds, _switches_before
     _cpu_seconds = seconds
-    _switches_before = resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw
-    signal.setitimer(signal.ITIMER_PROF, seconds)
-    signal.setitimer(signal.ITIMER_VIRTUAL, seconds + GRACE_SECONDS)
+    _switches_before = getrusage(RUSAGE_SELF).ru_nvcsw
+    setitimer(ITIMER_PROF, seconds)
+    setitimer(ITIMER_VIRTUAL, seconds + GRACE_SECONDS)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -409,19 +422,23 @@ def execute(shown: tuple[int, int], source: bytes, namespace: dict) -> tuple[byt
     return DONE, ""
 
 
-def run_call(call: socket.socket, namespace: dict, random_states: list, guards: Guards) -> None:
+_request = bytearray(MAX_REQUEST_BYTES)
+
+
+def run_call(namespace: dict, random_states: list, guards: Guards, call: socket.socket) -> None:
     """Read the request from `call`, run it, send the records. The process ends after this.
 
     A request is a line and the source. In the line are the first and the last byte of a last expression whose value is
     to be shown (0 0: there is none), what the call needs (DRAWS, GUARDED), and the milliseconds of processor time that
     it may use.
     """
-    request = call.recv(MAX_REQUEST_BYTES)
-    if not request:
+    global _call
+    _call = call.fileno()
+    size = call.recv_into(_request)
+    if not size:
         return  # the host has no use for this child any more
-    STDOUT.records.call = STDERR.records.call = call.fileno()
     try:
-        numbers, _, source = request.partition(b"\n")
+        numbers, _, source = bytes(memoryview(_request)[:size]).partition(b"\n")
         start, end, needs, milliseconds = map(int, numbers.split())
         limit_time(milliseconds / 1000)
         if needs & DRAWS:
@@ -436,4 +453,23 @@ def run_call(call: socket.socket, namespace: dict, random_states: list, guards: 
     if letter == NO_MEMORY and time.process_time() >= _cpu_seconds:
         cpu_time_is_up()  # the code had left no memory to call the handler with
     flush()
-    os.write(call.fileno(), letter + text.encode("utf-8", "backslashreplace")[: MAX_RECORD_BYTES - 1])
+    os.write(_call, letter + text.encode("utf-8", "backslashreplace")[: MAX_RECORD_BYTES - 1])
+
+
+def rehearse(guards: Guards) -> None:
+    """Run calls here, of which nothing is kept but what Python notes down as it runs: which attribute was found where,
+    which of its instructions it made special. Each child would note it anew, on pages of its own: 13 of them, for a short call.
+    """
+    global _call, _cpu_seconds
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    for code in (b"0 0 0 1000000\nprint(*(x for x in range(3)))", b"0 4 0 1000000\nNone") * REHEARSALS:
+        ours.send(code)
+        run_call({}, [], guards, theirs)
+        while ours.recv(MAX_RECORD_BYTES)[:1] != DONE:
+            pass
+        STDOUT.records.count = STDERR.records.count = 0
+    for end in (ours, theirs):
+        end.close()
+    for timer in (ITIMER_PROF, ITIMER_VIRTUAL):
+        setitimer(timer, 0)
+    _request[:], _call, _cpu_seconds = bytes(MAX_REQUEST_BYTES), -1, float("inf")

@@ -24,6 +24,7 @@ import re
 import sys
 import traceback
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Set
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -61,6 +62,7 @@ _SUSPICIOUS_TEXT = re.compile(
     r"\{[^{}]*[.\[][^{}]*(?:__|" + "|".join(sorted(FORBIDDEN_ATTRIBUTES)) + r")|\{[^{}]*\.[^{}]*$|^[^{]*__\w*[.!:}\[]"
 )
 MAX_PROBLEMS = 8  # that a refusal lists
+Kinds = defaultdict[type | None, list[Any]]  # nodes by their class
 _CHILD_FIELDS: dict[type, tuple[str, ...]] = {}  # by class of node: fields that hold nodes, last first
 
 
@@ -95,9 +97,10 @@ def review(code: str, allowed: Set[str]) -> Review:
         problem = "the code is nested too deeply. Use a loop or a list."
     else:
         nodes = list(_walk(tree))
+        kinds = _by_kind(nodes)
         check = _PolicyCheck(allowed)
-        refusal = _listed(check.run(nodes), allowed)
-        shown, imports = _last_expression(code, tree), _imports(nodes)
+        refusal = _listed(check.run(nodes, kinds), allowed)
+        shown, imports = _last_expression(code, tree), _imports(kinds)
         return Review(refusal, "", shown, imports, check.guarded and not refusal)
     return Review(refusal=problem, unreadable=problem)
 
@@ -152,18 +155,24 @@ def _position(source: bytes, line: int, column: int) -> int:
     return position + column
 
 
-def _imports(nodes: list[ast.AST]) -> tuple[str, ...]:
-    """Also what Python imports by itself when the code comes to a name or a construct that needs it."""
-    modules: set[str] = set()
+def _by_kind(nodes: list[ast.AST]) -> Kinds:
+    """The nodes of each class, in source order: for those who look at some kinds alone, once for all of them."""
+    kinds: Kinds = defaultdict(list)
     for node in nodes:
-        if isinstance(node, ast.Import):
-            modules.update(alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            modules.update([node.module or "", *[LATE_IMPORTS.get(alias.name, "") for alias in node.names]])
-        elif isinstance(node, (ast.Attribute, ast.Name)):
-            modules.add(LATE_IMPORTS.get(node.attr if isinstance(node, ast.Attribute) else node.id, ""))
-        elif node.__class__ in GENERIC and getattr(node, "type_params", None):  # from Python 3.12 on
-            modules.add("typing")
+        kinds[node.__class__].append(node)
+    return kinds
+
+
+def _imports(kinds: Kinds) -> tuple[str, ...]:
+    """Also what Python imports by itself when the code comes to a name or a construct that needs it."""
+    modules = {alias.name for node in kinds[ast.Import] for alias in node.names}
+    modules.update(node.module or "" for node in kinds[ast.ImportFrom])
+    names = {alias.name for node in kinds[ast.ImportFrom] for alias in node.names}
+    names.update(node.attr for node in kinds[ast.Attribute])
+    names.update(node.id for node in kinds[ast.Name])
+    modules.update(LATE_IMPORTS[name] for name in names & LATE_IMPORTS.keys())
+    if any(getattr(node, "type_params", None) for kind in GENERIC for node in kinds[kind]):  # from Python 3.12 on
+        modules.add("typing")
     return tuple(modules - {""})
 
 
@@ -264,11 +273,10 @@ class _PolicyCheck:
         self.dynamic_format = False
         self.suspicious_text = ""
 
-    def run(self, nodes: list[ast.AST]) -> list[tuple[int, str]]:
+    def run(self, nodes: list[ast.AST], kinds: Kinds) -> list[tuple[int, str]]:
         """What is refused, with its line; line 0 of what is not on one line."""
         problems: list[tuple[int, str]] = []
-        for node in nodes:
-            self.collect(node)
+        self.collect(kinds)
         for node in nodes:
             check = self.CHECKS.get(node.__class__)
             if check is not None:
@@ -286,8 +294,8 @@ class _PolicyCheck:
                     self.check_value(used, _member_module(module, attribute))
                 except Refused as refused:
                     problems.append((base.lineno, str(refused)))
-        for node in nodes if self.modules else ():
-            if isinstance(node, ast.Name) and node.id in self.modules and node.id not in self.bound:
+        for node in kinds[ast.Name]:
+            if node.id in self.modules and node.id not in self.bound:
                 for module in self.modules[node.id] if isinstance(node.ctx, ast.Load) else ():
                     try:
                         self.check_value(node, module)
@@ -299,26 +307,19 @@ class _PolicyCheck:
             problems.append((0, f"a format string that may read {self.suspicious_text!r}. Use an f-string."))
         return problems
 
-    def collect(self, node: ast.AST) -> None:
+    def collect(self, kinds: Kinds) -> None:
         """Names and attributes that are the program's own."""
-        if isinstance(node, ast.Name):
-            if isinstance(node.ctx, ast.Store):
-                self.bound.add(node.id)
-        elif isinstance(node, ast.Attribute):
-            if isinstance(node.ctx, ast.Store):
-                self.own_attributes.add(node.attr)
-        elif isinstance(node, ast.arg):
-            self.bound.add(node.arg)
-        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            self.bound.add(node.name)
-        elif isinstance(node, ast.ClassDef):
-            self.bound.add(node.name)
-            for statement in node.body:
-                if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                    self.own_attributes.add(statement.name)
-                elif isinstance(statement, (ast.Assign, ast.AnnAssign)):
-                    targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
-                    self.own_attributes.update(target.id for target in targets if isinstance(target, ast.Name))
+        self.bound.update(node.id for node in kinds[ast.Name] if node.ctx.__class__ is ast.Store)
+        self.bound.update(node.arg for node in kinds[ast.arg])
+        for kind in (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef):
+            self.bound.update(node.name for node in kinds[kind])
+        self.own_attributes.update(node.attr for node in kinds[ast.Attribute] if node.ctx.__class__ is ast.Store)
+        for statement in (statement for node in kinds[ast.ClassDef] for statement in node.body):
+            if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                self.own_attributes.add(statement.name)
+            elif isinstance(statement, (ast.Assign, ast.AnnAssign)):
+                targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+                self.own_attributes.update(target.id for target in targets if isinstance(target, ast.Name))
 
     # Imports
 
@@ -411,6 +412,9 @@ class _PolicyCheck:
 
     # Names and attributes
 
+    def is_forbidden_module(self, name: str) -> bool:
+        return name in FORBIDDEN_MODULES and name not in self.allowed
+
     def check_name(self, node: ast.Name) -> None:
         name = node.id
         loaded = isinstance(node.ctx, ast.Load)
@@ -431,7 +435,7 @@ class _PolicyCheck:
     def check_attribute_name(self, name: str, own: bool = True) -> None:
         """`own`: of an object that may be one of the program's own, and so may have it from the program."""
         is_own = own and name in self.own_attributes
-        if name in FORBIDDEN_ATTRIBUTES or (name.strip("_") in FORBIDDEN_MODULES - self.allowed and not is_own):
+        if name in FORBIDDEN_ATTRIBUTES or (self.is_forbidden_module(name.strip("_")) and not is_own):
             raise Refused(f"the attribute {name[:200]!r} is not available.")
         if _is_dunder(name) and name not in READABLE_DUNDERS:
             instead = "type(x)" if name == "__class__" else "operators, built-in functions or super()"
@@ -544,7 +548,7 @@ class _PolicyCheck:
                     continue  # nor can anyone else evaluate it
                 parts = list(_walk(tree))
                 if any(isinstance(part, (ast.Call, ast.Attribute)) for part in parts):
-                    for _, problem in _PolicyCheck(self.allowed).run(parts):
+                    for _, problem in _PolicyCheck(self.allowed).run(parts, _by_kind(parts)):
                         raise Refused(problem)
 
     def check_argument(self, node: ast.arg) -> None:

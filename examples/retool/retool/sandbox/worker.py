@@ -33,7 +33,6 @@ import os
 import resource
 import select
 import signal
-import socket
 import struct
 import sys
 import time
@@ -42,6 +41,9 @@ import types
 from collections import namedtuple
 from collections.abc import Callable
 from functools import partial
+from os import closerange
+
+import _socket as socket  # its C half alone: see "Speed"
 
 # What the host has under the same names in ``wire.py``.
 MAX_REQUEST_BYTES = 1 << 16
@@ -264,8 +266,8 @@ class Confinement:
         self.missing = {name: "switched off" for name in settings.layers_off}
         self.readable: list[str] = []
         self.ruleset: int | None = None
-        self.steps: list[tuple[str, Callable[[], object]]] = []
-        self.last_steps: list[tuple[str, Callable[[], object]]] = []
+        self.steps: dict[str, Callable[[], object]] = {}
+        self.last_steps: dict[str, Callable[[], object]] = {}
 
 
 def confine(confinement: Confinement) -> None:
@@ -349,9 +351,9 @@ def give_way(confinement: Confinement) -> None:
     A child gives way by niceness too, yet is never starved. Ray's workers are nicer than this already, and nobody but
     root may take niceness back.
     """
-    confinement.steps.append(("setpgid", partial(os.setpgid, 0, 0)))
+    confinement.steps["setpgid"] = partial(os.setpgid, 0, 0)
     if os.getpriority(os.PRIO_PROCESS, 0) < CHILD_NICE:
-        confinement.steps.append(("setpriority", partial(os.setpriority, os.PRIO_PROCESS, 0, CHILD_NICE)))
+        confinement.steps["setpriority"] = partial(os.setpriority, os.PRIO_PROCESS, 0, CHILD_NICE)
     with contextlib.suppress(OSError):
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
@@ -365,7 +367,7 @@ def restrict_files(confinement: Confinement) -> None:
     confinement.ruleset, abi = _ruleset(confinement.readable)
     flags = QUIET if abi >= QUIET_FROM_ABI else 0
     restrict = partial(_libc.syscall, SYS_LANDLOCK_RESTRICT, confinement.ruleset, flags, 0, 0, 0)
-    confinement.steps.append(("landlock", restrict))
+    confinement.steps["landlock"] = restrict
 
 
 def at_most(name: int, value: int) -> int:
@@ -386,7 +388,7 @@ def limit_resources(confinement: Confinement) -> None:
         resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (0, 0))
     for name, most in (("NPROC", 0), ("NOFILE", at_most(resource.RLIMIT_NOFILE, MAX_CHILD_DESCRIPTORS))):
         number = getattr(resource, f"RLIMIT_{name}")
-        confinement.steps.append((f"RLIMIT_{name}", partial(resource.setrlimit, number, (most, most))))
+        confinement.steps[f"RLIMIT_{name}"] = partial(resource.setrlimit, number, (most, most))
 
 
 def change_user(confinement: Confinement) -> None:
@@ -427,8 +429,8 @@ def end_with_parent(confinement: Confinement) -> None:
     if os.getpid() == 1:  # of a namespace: its children end with it in any case
         _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         return
-    confinement.steps.append(("PDEATHSIG", partial(_libc.prctl, PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)))
-    confinement.steps.append(("getppid", partial(_is_orphan, os.getpid())))
+    confinement.steps["PDEATHSIG"] = partial(_libc.prctl, PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    confinement.steps["getppid"] = partial(_is_orphan, os.getpid())
 
 
 def _is_orphan(worker: int) -> bool:
@@ -447,7 +449,7 @@ def filter_calls(confinement: Confinement) -> None:
         raise Missing(f"no table of system calls for {machine}")
     reads_libraries = bool(confinement.readable) and confinement.ruleset is not None
     _check(_installer(_worker_filter(machine, reads_libraries))(), "seccomp")
-    confinement.last_steps.append(("seccomp", _installer(_child_filter(machine))))
+    confinement.last_steps["seccomp"] = _installer(_child_filter(machine))
 
 
 # name: as the host knows it (``wire.LAYERS``). where: W, once in the worker; C, in every child, where the layer also
@@ -472,25 +474,27 @@ LAYERS = (
 )
 
 
-def take_steps(steps: list[tuple], call: int) -> None:
+def take_steps(steps: dict[str, Callable[[], object]], call: int) -> None:
     """Every step, or the end of this child, with a record that names the step and its error."""
-    for name, step in steps:
+    for step in steps.values():  # their names would be pages to copy
         try:
             if not step():
                 continue
             reason = os.strerror(ctypes.get_errno())
         except (OSError, ValueError) as error:
             reason = str(error)
+        name = next(name for name, taken in steps.items() if taken is step)
         os.write(call, NOT_CONFINED + f"{name}: {reason}".encode())
         os._exit(SETUP_FAILED)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Speed: what only makes a fork, and what is written after it, cheaper; nothing else depends on it. The measure is the
-# page faults of a child that runs a program of two lines: 249, and without one of these
-#     fill_pools                                   272
-#     gc.freeze, malloc_trim                       253
-#     collections.namedtuple instead of typing's   258
+# page faults of a call that runs a program of two lines, the worker's own included: 274, and without one of these
+#     fill_pools                                   298
+#     notebook.rehearse                            288
+#     notebook.import_random                       285
+#     the C half of `socket` alone                 276, and 45 more pages to map for each child
 
 POOL_BYTES, POOL_HEADER_BYTES = 1 << 14, 48  # of CPython's allocator, which has pools for each size of small objects
 
@@ -540,9 +544,9 @@ class Worker:
         self.confinement, self.control = confinement, confinement.control
         self.epoll, self.ended = confinement.epoll, confinement.ended
         # Where calls run: dataclasses and typing look names up there.
-        self.main_module = sys.modules["__main__"] = types.ModuleType("__main__")
-        self.random_states = confinement.notebook.random_states()
-        self.guards = confinement.notebook.Guards(confinement.settings)
+        main_module = sys.modules["__main__"] = types.ModuleType("__main__")
+        random_states, guards = confinement.notebook.random_states(), confinement.notebook.Guards(confinement.settings)
+        self.run_call = partial(confinement.notebook.run_call, vars(main_module), random_states, guards)
         # By descriptor: the worker's copy of it, the child's process id.
         self.calls: dict[int, tuple[socket.socket, int]] = {}
         self.descriptors: dict[int, int] = {}  # by process id
@@ -569,6 +573,7 @@ class Worker:
     def fork(self, calls: list[socket.socket]) -> None:
         """A child for each call. All forks come first: after each, every page that the worker writes to is copied."""
         highest = max([self.highest_own, *self.calls, *[call.fileno() for call in calls]])
+        become_child, run_call = self.become_child, self.run_call
         processes = []
         for call in calls:
             try:
@@ -577,10 +582,8 @@ class Worker:
                 process = None
             if process == 0:
                 try:
-                    self.become_child(call.fileno(), highest)
-                    self.confinement.notebook.run_call(
-                        call, self.main_module.__dict__, self.random_states, self.guards
-                    )
+                    become_child(call.fileno(), highest)
+                    run_call(call)
                     os._exit(0)
                 finally:
                     os._exit(SETUP_FAILED)
@@ -596,8 +599,8 @@ class Worker:
     def become_child(self, call: int, highest: int) -> None:
         """Every page that this writes to is copied for the child, so it is short."""
         take_steps(self.confinement.steps, call)
-        os.closerange(0, call)
-        os.closerange(call + 1, highest + 1)
+        closerange(0, call)
+        closerange(call + 1, highest + 1)
         take_steps(self.confinement.last_steps, call)
 
     def host_moved(self, descriptor: int, event: int) -> None:
