@@ -391,7 +391,7 @@ def buffer(content):
 def vector(address, size):
     return buffer(struct.pack("=QQ", address, size))
 def own_descriptor():
-    return sys.stdout.buffer.raw.call
+    return sys.modules["notebook"]._call
 def open_descriptors(most=1024):
     status, fstat = buffer(512), ctypes.c_long(NUMBERS["fstat"])
     return [number for number in range(most) if _libc.syscall(fstat, ctypes.c_long(number), status) == 0]

@@ -213,7 +213,7 @@ def test_a_chatty_call_costs_the_host_little(code, outcomes):
     sandbox = jail.sandbox(timeout=2.0)
     asyncio.run(sandbox.execute_code("print(1)"))
     before = time.process_time()
-    result = asyncio.run(sandbox.execute_code(code.replace("{call}", "sys.stdout.buffer.raw.call")))
+    result = asyncio.run(sandbox.execute_code(code.replace("{call}", "sys.modules['notebook']._call")))
     spent = time.process_time() - before
     assert result.outcome in outcomes.split(), result
     assert spent < 0.2, "4096 records are some 40 ms"  # 20,000 lines cost 0.087 s at a record each, on a quiet machine
@@ -275,12 +275,13 @@ def test_work_that_is_short_is_not_too_slow_because_the_machine_is():
     assert outcome == "ok", done.stdout + done.stderr
 
 
-def test_a_call_that_got_no_processor_is_an_infrastructure_error():
+def test_a_call_that_got_no_processor_is_an_infrastructure_error(monkeypatch):
+    monkeypatch.setattr(call, "STARVED_SHARE", 0.5)  # it gets some before it is stopped, how much is a busy machine's
     sandbox = jail.sandbox(timeout=2.0)
 
     async def scenario():
         await sandbox.execute_code("print(1)")
-        call = asyncio.create_task(sandbox.execute_code("while True: pass"))
+        starved = asyncio.create_task(sandbox.execute_code("while True: pass"))
         await asyncio.sleep(0)
         worker = POOL.workers()[0].process.pid
         inner = min(jail.descendants(worker), default=worker)
@@ -290,7 +291,7 @@ def test_a_call_that_got_no_processor_is_an_infrastructure_error():
                     os.kill(process, signal.SIGSTOP)
             await asyncio.sleep(0.01)
         with pytest.raises(SandboxError, match="processor time in 8 seconds: this machine is overloaded"):
-            await asyncio.wait_for(call, 40)
+            await asyncio.wait_for(starved, 40)
 
     asyncio.run(scenario())
 

@@ -140,7 +140,13 @@ def seed(states: list) -> None:
 
 
 class _Records(io.RawIOBase):
-    """The raw end of a text stream: each write becomes one record of the call."""
+    """The raw end of a text stream: each write becomes one record of the call.
+
+    A line is a record of its own, so that it is kept whatever happens next, for the first CHATTY_RECORDS. After them a
+    timer sends what there is, also for code that flushes after each line: a record costs the host more than a line.
+    """
+
+    stream: io.TextIOWrapper
 
     def __init__(self, letter: bytes):
         self.letter, self.count = letter, 0
@@ -152,34 +158,30 @@ class _Records(io.RawIOBase):
         chunk = bytes(data[: MAX_RECORD_BYTES - 1])
         os.write(_call, self.letter + chunk)
         self.count += 1
-        if self.count == CHATTY_RECORDS:  # the first tick at once, since `flush` may not change a stream that writes
-            setitimer(ITIMER_REAL, RETRY_SECONDS, FLUSH_SECONDS)
+        if self.count == CHATTY_RECORDS:
+            with contextlib.suppress(ValueError):  # the code has detached it
+                vars(self.stream)["flush"] = _nothing
+                self.stream.reconfigure(line_buffering=False)  # which flushes, but by the name above
+            setitimer(ITIMER_REAL, FLUSH_SECONDS, FLUSH_SECONDS)
         return len(chunk)
 
 
-class _Stream(io.TextIOWrapper):
-    """A line is a record of its own, so that it is kept whatever happens next, for the first CHATTY_RECORDS. After them
-    a timer sends what there is, also for code that flushes after each line: a record costs the host more than a line.
-    """
+def _nothing() -> None:
+    pass
 
-    def __init__(self, letter: bytes):
-        self.records = _Records(letter)
-        buffer = io.BufferedWriter(self.records, MAX_RECORD_BYTES - 1)
-        super().__init__(buffer, encoding="utf-8", errors="backslashreplace", newline="\n", line_buffering=True)
 
-    def flush(self) -> None:
-        if self.records.count < CHATTY_RECORDS:
-            super().flush()
-
-    def send(self) -> None:
-        """All that is buffered. RuntimeError: called by a handler in the middle of a write."""
-        if self.line_buffering and self.records.count >= CHATTY_RECORDS:
-            self.reconfigure(line_buffering=False)
-        super().flush()
+def _stream(records: _Records) -> io.TextIOWrapper:
+    """No class of its own: Python asks such a one at each write, by name, whether it is closed."""
+    buffer = io.BufferedWriter(records, MAX_RECORD_BYTES - 1)
+    records.stream = io.TextIOWrapper(
+        buffer, encoding="utf-8", errors="backslashreplace", newline="\n", line_buffering=True
+    )
+    return records.stream
 
 
 # Made once: new stream objects in each child would cost it a tenth of a millisecond.
-STDOUT, STDERR = _Stream(OUTPUT), _Stream(ERRORS)
+RECORDS = _Records(OUTPUT), _Records(ERRORS)
+STDOUT, STDERR = map(_stream, RECORDS)
 _call = -1  # the descriptor of this child's call
 _cpu_seconds = float("inf")  # that this call may use
 _switches_before = 0  # of this process, to wait for something, before its code ran
@@ -188,8 +190,8 @@ _switches_before = 0  # of this process, to wait for something, before its code 
 def flush(*_signal) -> None:
     for stream in (STDOUT, STDERR):
         try:
-            stream.send()
-        except RuntimeError:
+            io.TextIOWrapper.flush(stream)
+        except RuntimeError:  # called by a handler in the middle of a write
             setitimer(ITIMER_REAL, RETRY_SECONDS, FLUSH_SECONDS)
         except (ValueError, OSError):
             pass  # the code has closed it
@@ -467,7 +469,7 @@ def rehearse(guards: Guards) -> None:
         run_call({}, [], guards, theirs)
         while ours.recv(MAX_RECORD_BYTES)[:1] != DONE:
             pass
-        STDOUT.records.count = STDERR.records.count = 0
+        RECORDS[0].count = 0
     for end in (ours, theirs):
         end.close()
     for timer in (ITIMER_PROF, ITIMER_VIRTUAL):
