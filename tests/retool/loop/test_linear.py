@@ -94,7 +94,7 @@ def work_of(text):
 SCORER = reward.Scorer(plugin.compute_score, plugin.normalize_final_answer)
 
 
-def seconds(work, tries=2):
+def seconds(work, tries=1):
     best = float("inf")
     for _ in range(tries):
         begun = time.thread_time()
@@ -115,11 +115,23 @@ def test_twice_the_text_takes_less_than_three_times_as_long(frame, piece):
         assert long < 3 * short + 0.002, (name, short, long)
 
 
+def yardstick(text=framed("alone", "word ", 120_000)):
+    """What a machine like the one that 50 ms were asked of does in about 5 ms."""
+    counts = {}
+    for character in text:
+        counts[character] = counts.get(character, 0) + 1
+
+
 @pytest.mark.parametrize("frame", ["alone", "ends in a tag"])
 @pytest.mark.parametrize("piece", PIECES.values(), ids=PIECES.keys())
 def test_a_reward_of_32k_tokens_takes_milliseconds(frame, piece):
-    """Under 50 ms on the machine where it was measured; the bound here leaves room for slower ones."""
-    assert seconds(work_of(framed(frame, piece, 120_000))["reward"], tries=4) < 0.15
+    """Under 50 ms where it was measured, which is ten times the loop over the text; a busy machine is given twice that."""
+    work = work_of(framed(frame, piece, 120_000))["reward"]
+    for _ in range(4):
+        taken = seconds(work, tries=1) / seconds(yardstick, tries=1)
+        if taken < 20:
+            break
+    assert taken < 20
 
 
 def test_many_turns_are_read_once():
