@@ -45,7 +45,8 @@ scripts=(examples/retool/*.sh examples/retool/*/*.sh tests/retool/run.sh)
 if [[ -e .ci/run ]]; then scripts+=(.ci/run); fi
 shellcheck "${scripts[@]}"
 own_tests=(tests/retool)
+processes=(--numprocesses logical --maxprocesses 4 --dist loadgroup) # some wait for engines: conftest.py parts them
 for argument in "$@"; do # a file or folder that is named takes the place of all of them
-    if [[ -e ${argument%%::*} ]]; then own_tests=(); fi
+    if [[ -e ${argument%%::*} ]]; then own_tests=() processes=(); fi
 done
-exec "$python" -m pytest "$@" "${own_tests[@]}"
+exec "$python" -m pytest "${processes[@]}" "$@" "${own_tests[@]}"
