@@ -31,6 +31,7 @@ tool_sandbox.py. This module is the only one that imports vime.
 from __future__ import annotations
 
 import functools
+import importlib
 import logging
 import sys
 import time
@@ -480,15 +481,28 @@ def log_eval_rollout_data(rollout_id, args, data, extra_metrics) -> bool:
 
 
 def _log(kind: str, rollout_id: int, args, samples: dict[str, list[Sample]]) -> None:
+    logging_utils, metric_utils = _observability("logging_utils"), _observability("metric_utils")
     try:
-        # Here, since they import wandb, which whoever only rolls out need not have.
-        from vime.utils import logging_utils
-        from vime.utils.metric_utils import compute_rollout_step
-
         found = {
             prefix + name: value for prefix in samples for name, value in metrics.summarize(samples[prefix]).items()
         }
         step_key = f"{kind}/step"
-        logging_utils.log(args, found | {step_key: compute_rollout_step(args, rollout_id)}, step_key=step_key)
+        step = {step_key: metric_utils.compute_rollout_step(args, rollout_id)}
+        logging_utils.log(args, found | step, step_key=step_key)
     except Exception:  # a number that cannot be had is not worth the run
         logger.exception("the plugin's metrics of %s %s could not be logged", kind, rollout_id)
+
+
+def _observability(name: str) -> Any:
+    """A module of vime's observability, imported when it is used: it imports wandb, which whoever only rolls out need not
+    have. ImportError if this vime has it nowhere: metrics that nobody sees are worse than none."""
+    for package in ("vime.observability", "vime.utils"):  # from September 2026 on, and before
+        try:
+            return importlib.import_module(f"{package}.{name}")
+        except ModuleNotFoundError as error:
+            if error.name not in (package, f"{package}.{name}"):
+                raise  # it is there, and something that it needs is not
+    raise ImportError(
+        f"this vime has {name} neither in vime.observability nor in vime.utils: start it without the "
+        "--custom-rollout-log-function-path and --custom-eval-rollout-log-function-path of this plugin"
+    )
