@@ -33,8 +33,8 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
-import sys
 import time
+from collections.abc import Awaitable
 from contextlib import nullcontext
 from typing import Any
 
@@ -141,8 +141,7 @@ MAX_REQUESTS_PER_TURN = 8  # a model that repeats a closing tag inside a string 
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-@failures.ends_the_run
-async def generate(args, sample: Sample, sampling_params: dict[str, Any], evaluation: bool = False) -> Sample:
+def generate(args, sample: Sample, sampling_params: dict[str, Any], evaluation: bool = False) -> Awaitable[Sample]:
     """Roll out one sample: turns of the model and observations, until an answer or a limit ends it.
 
     Args:
@@ -161,6 +160,13 @@ async def generate(args, sample: Sample, sampling_params: dict[str, Any], evalua
         ValueError: the prompt cannot be used.
         RuntimeError: this vime is too old, or a feature that was asked for is not supported.
     """
+    # Newer vime reads it when it has called this function, before the coroutine's first step.
+    generate.abort_mode = request.abort_mode(args)  # type: ignore[attr-defined]
+    return _generate(args, sample, sampling_params, evaluation)
+
+
+@failures.ends_the_run
+async def _generate(args: Any, sample: Any, sampling_params: dict[str, Any], evaluation: bool) -> Any:
     episode = _open_episode(args, sample, sampling_params, evaluation)
     end, failure = EndReason.ABORT, None  # what holds if the task is cancelled at an await below
     try:
@@ -188,20 +194,8 @@ async def generate(args, sample: Sample, sampling_params: dict[str, Any], evalua
     return sample
 
 
-def _offer_cancellation(distributed_post: bool) -> None:
-    """Newer vime ends a sample by cancelling its task where `generate` says so, and else by aborting all requests in the
-    engines. With --use-distributed-post a Ray actor posts the requests; a cancelled task reaches neither it nor the
-    engine, which would go on. vime reads the mark for each sample."""
-    generate.abort_mode = None if distributed_post else "request"  # type: ignore[attr-defined]
-
-
-# vime sets up its HTTP client before it loads this module.
-_offer_cancellation(getattr(sys.modules.get("vime.utils.http_utils"), "_distributed_post_enabled", False))
-
-
 def _open_episode(args: Any, sample: Any, sampling_params: dict[str, Any], evaluation: bool) -> Episode:
     refuse_unsupported(args, sample)
-    _offer_cancellation(getattr(args, "use_distributed_post", False))
     state: Any = GenerateState(args)
     template_kwargs = getattr(sample, "apply_chat_template_kwargs", None) or {}
     template_kwargs = (getattr(args, "apply_chat_template_kwargs", None) or {}) | template_kwargs
