@@ -126,18 +126,21 @@ class Episode:
         return bool(getattr(self.state, "aborted", False))
 
 
-UNSUPPORTED = ("rollout_logprob_server_url", "use_rollout_indexer_replay")  # of newer vimes: nothing here fills them
-
-
 def refuse_unsupported(args: Any, sample: Any) -> None:
     """Raise, by name, for what cannot be rolled out here."""
     if not hasattr(sample, "append_response_tokens"):
         raise RuntimeError("this vime is too old for retool: Sample.append_response_tokens (July 2026) is missing")
     if any(value is not None for value in (getattr(sample, "multimodal_inputs", None) or {}).values()):
         raise ValueError("retool handles text only, and the sample has multimodal inputs")
-    for name in UNSUPPORTED:
-        if getattr(args, name, None):
-            raise RuntimeError(f"retool does not support --{name.replace('_', '-')}: start vime without it")
+    # A teacher that the trainer loads itself needs nothing from here. One that is served is asked by reward hooks of
+    # vime's, which read its answer from the reward of every sample: ours have none, and neither has a lost sample.
+    hook = getattr(args, "custom_reward_post_process_path", None) or "vime."
+    served = getattr(args, "use_opd", False) and getattr(args, "opd_type", None) != "megatron"
+    if served and hook.startswith(("vime.", "generate_with_retool.")):
+        raise RuntimeError(
+            "retool does not support --use-opd with a served teacher, since nothing here asks it: use --opd-type megatron, "
+            "or a --custom-reward-post-process-path of your own that sets teacher_log_probs on every sample"
+        )
 
 
 def reset(sample: Any) -> None:
