@@ -38,7 +38,7 @@ from collections.abc import Awaitable
 from contextlib import nullcontext
 from typing import Any
 
-from retool import actions, advantages, engine, failures, metrics, request, reward
+from retool import actions, advantages, captures, engine, failures, metrics, request, reward
 from retool.actions import Action, Answer, Code, Incomplete, Invalid, ToolCall
 from retool.chat import (
     CODE_TOOL,
@@ -63,8 +63,9 @@ from retool.episode import (
     begin_turn,
     encode,
     frame_length,
+    interrupt,
+    keep_partial_turn,
     opening,
-    progress,
     record_turn,
     refuse_unsupported,
     reset,
@@ -188,7 +189,7 @@ async def _generate(args: Any, sample: Any, sampling_params: dict[str, Any], eva
     finally:
         _close_episode(episode, end)
     if end.status == "ABORTED" and not episode.aborting:
-        _lose(sample)
+        _lose(episode)
     if end is not EndReason.ABORT:
         failures.count(failure, TOOL_CONFIGS["max_failure_rate"])
     return sample
@@ -251,7 +252,7 @@ async def _sample_turn(episode: Episode) -> Turn:
         with trace_span(sample, "retool_turn", attrs={"turn": episode.turns, "max_new_tokens": room}):
             completion = await _complete(episode, room)
         if completion.finish_reason == "abort":
-            _keep_partial_turn(episode, completion)
+            keep_partial_turn(episode, completion)
             return Turn(text, cut_by=EndReason.ABORT)
         text = record_turn(episode, *completion)
         if completion.finish_reason == "length":
@@ -264,20 +265,6 @@ async def _sample_turn(episode: Episode) -> Turn:
         reading = actions.read_whole_turn(episode.opened + text, tool_registry.tools)
     episode.hallucinated_here = reading.hallucinated
     return Turn(text, reading.action)
-
-
-def _keep_partial_turn(episode: Episode, completion: engine.Completion) -> None:
-    """What an aborted request brought, if the sample is continued later.
-
-    Not if it ends inside a stop string: the engine looks for those in what it samples itself, and would miss this one.
-    """
-    if not episode.continued or not completion.log_probs:
-        return
-    text = episode.state.tokenizer.decode(
-        episode.sample.tokens[episode.turn_start :] + completion.token_ids, skip_special_tokens=False
-    )
-    if not any(text.endswith(stop[:length]) for stop in episode.params["stop"] for length in range(1, len(stop))):
-        record_turn(episode, *completion)
 
 
 async def _complete(episode: Episode, room: int) -> engine.Completion:
@@ -349,6 +336,7 @@ def _bounded(output: str) -> str:
 def _close_episode(episode: Episode, end: EndReason) -> None:
     sample = episode.sample
     sample.status = Sample.Status[end.status]
+    left = interrupt(episode) if end is EndReason.ABORT and episode.continued else None
     sample.payload_text = episode.prompt + sample.response
     sample.metadata["retool"] = {
         "end_reason": end.value,
@@ -356,14 +344,18 @@ def _close_episode(episode: Episode, end: EndReason) -> None:
         "calls": [call._asdict() for call in episode.calls],
         "hallucinated_outputs": episode.hallucinated + episode.hallucinated_here,
     }
-    if end is EndReason.ABORT and episode.continued:
-        sample.metadata["retool"]["progress"] = progress(episode)
+    if left:
+        sample.metadata["retool"]["progress"] = left
 
 
-def _lose(sample: Any) -> None:
+def _lose(episode: Episode) -> None:
     """Not vime's own abort, so vime may put the sample into the batch as it is: it must neither train nor crash."""
+    sample = episode.sample
     sample.remove_sample = True
     sample.reward = reward.lost()
+    if "progress" in sample.metadata["retool"] and sample.response_length:
+        return  # it may be continued, and what it captured is whole
+    captures.fill_in(episode.args, sample, engine.sends_top_p_sets())
 
 
 # ---------------------------------------------------------------------------------------------------------------------

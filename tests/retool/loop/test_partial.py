@@ -118,7 +118,7 @@ class Setting:
                 await asyncio.gather(task, return_exceptions=True)
                 return self.sample
             self.engine.aborting = True
-            self.state.aborted = way == "flag"  # the engine alone, when weights are updated under an async rollout
+            self.state.aborted = way != "engine"  # that alone, when weights are updated under an async rollout
             return await task
 
         asyncio.run(main())
@@ -160,6 +160,8 @@ def test_an_abort_at_any_await_changes_nothing(monkeypatch, texts, way):
         if broken.attempt(step, way):
             break
         assert broken.sample.reward is None or way == "engine"
+        # Of an observation that no request has carried there are no expert rows.
+        assert broken.sample.response_length == 0 or broken.sample.loss_mask[-1] == 1, step
         # An engine that goes on inside a stop string does not see it, and would sample past it.
         assert not broken.sample.response.endswith(INSIDE_A_STOP), step
         broken.through_a_checkpoint()
