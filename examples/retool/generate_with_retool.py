@@ -31,13 +31,14 @@ tool_sandbox.py. This module is the only one that imports vime.
 from __future__ import annotations
 
 import functools
+import importlib
 import logging
-import sys
 import time
+from collections.abc import Awaitable
 from contextlib import nullcontext
 from typing import Any
 
-from retool import actions, advantages, engine, failures, metrics, request, reward
+from retool import actions, advantages, captures, engine, failures, metrics, request, reward
 from retool.actions import Action, Answer, Code, Incomplete, Invalid, ToolCall
 from retool.chat import (
     CODE_TOOL,
@@ -62,8 +63,9 @@ from retool.episode import (
     begin_turn,
     encode,
     frame_length,
+    interrupt,
+    keep_partial_turn,
     opening,
-    progress,
     record_turn,
     refuse_unsupported,
     reset,
@@ -140,8 +142,7 @@ MAX_REQUESTS_PER_TURN = 8  # a model that repeats a closing tag inside a string 
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-@failures.ends_the_run
-async def generate(args, sample: Sample, sampling_params: dict[str, Any], evaluation: bool = False) -> Sample:
+def generate(args, sample: Sample, sampling_params: dict[str, Any], evaluation: bool = False) -> Awaitable[Sample]:
     """Roll out one sample: turns of the model and observations, until an answer or a limit ends it.
 
     Args:
@@ -160,6 +161,13 @@ async def generate(args, sample: Sample, sampling_params: dict[str, Any], evalua
         ValueError: the prompt cannot be used.
         RuntimeError: this vime is too old, or a feature that was asked for is not supported.
     """
+    # Newer vime reads it when it has called this function, before the coroutine's first step.
+    generate.abort_mode = request.abort_mode(args)  # type: ignore[attr-defined]
+    return _generate(args, sample, sampling_params, evaluation)
+
+
+@failures.ends_the_run
+async def _generate(args: Any, sample: Any, sampling_params: dict[str, Any], evaluation: bool) -> Any:
     episode = _open_episode(args, sample, sampling_params, evaluation)
     end, failure = EndReason.ABORT, None  # what holds if the task is cancelled at an await below
     try:
@@ -181,26 +189,14 @@ async def generate(args, sample: Sample, sampling_params: dict[str, Any], evalua
     finally:
         _close_episode(episode, end)
     if end.status == "ABORTED" and not episode.aborting:
-        _lose(sample)
+        _lose(episode)
     if end is not EndReason.ABORT:
         failures.count(failure, TOOL_CONFIGS["max_failure_rate"])
     return sample
 
 
-def _offer_cancellation(distributed_post: bool) -> None:
-    """Newer vime ends a sample by cancelling its task where `generate` says so, and else by aborting all requests in the
-    engines. With --use-distributed-post a Ray actor posts the requests; a cancelled task reaches neither it nor the
-    engine, which would go on. vime reads the mark for each sample."""
-    generate.abort_mode = None if distributed_post else "request"  # type: ignore[attr-defined]
-
-
-# vime sets up its HTTP client before it loads this module.
-_offer_cancellation(getattr(sys.modules.get("vime.utils.http_utils"), "_distributed_post_enabled", False))
-
-
 def _open_episode(args: Any, sample: Any, sampling_params: dict[str, Any], evaluation: bool) -> Episode:
     refuse_unsupported(args, sample)
-    _offer_cancellation(getattr(args, "use_distributed_post", False))
     state: Any = GenerateState(args)
     template_kwargs = getattr(sample, "apply_chat_template_kwargs", None) or {}
     template_kwargs = (getattr(args, "apply_chat_template_kwargs", None) or {}) | template_kwargs
@@ -256,7 +252,7 @@ async def _sample_turn(episode: Episode) -> Turn:
         with trace_span(sample, "retool_turn", attrs={"turn": episode.turns, "max_new_tokens": room}):
             completion = await _complete(episode, room)
         if completion.finish_reason == "abort":
-            _keep_partial_turn(episode, completion)
+            keep_partial_turn(episode, completion)
             return Turn(text, cut_by=EndReason.ABORT)
         text = record_turn(episode, *completion)
         if completion.finish_reason == "length":
@@ -269,20 +265,6 @@ async def _sample_turn(episode: Episode) -> Turn:
         reading = actions.read_whole_turn(episode.opened + text, tool_registry.tools)
     episode.hallucinated_here = reading.hallucinated
     return Turn(text, reading.action)
-
-
-def _keep_partial_turn(episode: Episode, completion: engine.Completion) -> None:
-    """What an aborted request brought, if the sample is continued later.
-
-    Not if it ends inside a stop string: the engine looks for those in what it samples itself, and would miss this one.
-    """
-    if not episode.continued or not completion.log_probs:
-        return
-    text = episode.state.tokenizer.decode(
-        episode.sample.tokens[episode.turn_start :] + completion.token_ids, skip_special_tokens=False
-    )
-    if not any(text.endswith(stop[:length]) for stop in episode.params["stop"] for length in range(1, len(stop))):
-        record_turn(episode, *completion)
 
 
 async def _complete(episode: Episode, room: int) -> engine.Completion:
@@ -354,6 +336,7 @@ def _bounded(output: str) -> str:
 def _close_episode(episode: Episode, end: EndReason) -> None:
     sample = episode.sample
     sample.status = Sample.Status[end.status]
+    left = interrupt(episode) if end is EndReason.ABORT and episode.continued else None
     sample.payload_text = episode.prompt + sample.response
     sample.metadata["retool"] = {
         "end_reason": end.value,
@@ -361,14 +344,18 @@ def _close_episode(episode: Episode, end: EndReason) -> None:
         "calls": [call._asdict() for call in episode.calls],
         "hallucinated_outputs": episode.hallucinated + episode.hallucinated_here,
     }
-    if end is EndReason.ABORT and episode.continued:
-        sample.metadata["retool"]["progress"] = progress(episode)
+    if left:
+        sample.metadata["retool"]["progress"] = left
 
 
-def _lose(sample: Any) -> None:
+def _lose(episode: Episode) -> None:
     """Not vime's own abort, so vime may put the sample into the batch as it is: it must neither train nor crash."""
+    sample = episode.sample
     sample.remove_sample = True
     sample.reward = reward.lost()
+    if "progress" in sample.metadata["retool"] and sample.response_length:
+        return  # it may be continued, and what it captured is whole
+    captures.fill_in(episode.args, sample, engine.sends_top_p_sets())
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -480,15 +467,28 @@ def log_eval_rollout_data(rollout_id, args, data, extra_metrics) -> bool:
 
 
 def _log(kind: str, rollout_id: int, args, samples: dict[str, list[Sample]]) -> None:
+    logging_utils, metric_utils = _observability("logging_utils"), _observability("metric_utils")
     try:
-        # Here, since they import wandb, which whoever only rolls out need not have.
-        from vime.utils import logging_utils
-        from vime.utils.metric_utils import compute_rollout_step
-
         found = {
             prefix + name: value for prefix in samples for name, value in metrics.summarize(samples[prefix]).items()
         }
         step_key = f"{kind}/step"
-        logging_utils.log(args, found | {step_key: compute_rollout_step(args, rollout_id)}, step_key=step_key)
+        step = {step_key: metric_utils.compute_rollout_step(args, rollout_id)}
+        logging_utils.log(args, found | step, step_key=step_key)
     except Exception:  # a number that cannot be had is not worth the run
         logger.exception("the plugin's metrics of %s %s could not be logged", kind, rollout_id)
+
+
+def _observability(name: str) -> Any:
+    """A module of vime's observability, imported when it is used: it imports wandb, which whoever only rolls out need not
+    have. ImportError if this vime has it nowhere: metrics that nobody sees are worse than none."""
+    for package in ("vime.observability", "vime.utils"):  # from September 2026 on, and before
+        try:
+            return importlib.import_module(f"{package}.{name}")
+        except ModuleNotFoundError as error:
+            if error.name not in (package, f"{package}.{name}"):
+                raise  # it is there, and something that it needs is not
+    raise ImportError(
+        f"this vime has {name} neither in vime.observability nor in vime.utils: start it without the "
+        "--custom-rollout-log-function-path and --custom-eval-rollout-log-function-path of this plugin"
+    )

@@ -28,8 +28,9 @@ MAY_IMPORT = {
     "retool.answers": set(),
     "retool.advantages": set(),
     "retool.reward": {f"retool.{name}" for name in ("actions", "answers", "blocks", "chat")},
+    "retool.captures": set(),
     "retool.engine": set(),
-    "retool.episode": {"retool.actions", "retool.chat", "retool.engine"},
+    "retool.episode": {f"retool.{name}" for name in ("actions", "captures", "chat", "engine")},
     "retool.failures": set(),
     "retool.metrics": {"retool.chat", "retool.episode"},
     "retool.request": {"retool.engine"},
@@ -55,6 +56,7 @@ MAY_IMPORT = {
             for name in (
                 "actions",
                 "advantages",
+                "captures",
                 "chat",
                 "engine",
                 "episode",

@@ -99,11 +99,18 @@ _REFUSALS = {
 }
 _NO_REFUSALS = (408, 425, 429)  # client errors that pass
 _engine_answered = threading.Event()
+_sets_missing = threading.Event()  # of a request with top-p
 
 
 def forget_engine() -> None:
     """Take the next request for the first one of this process; for tests."""
     _engine_answered.clear()
+    _sets_missing.clear()
+
+
+def sends_top_p_sets() -> bool:
+    """Whether the engine says which tokens top-p kept; as long as none has answered, that it will."""
+    return not _sets_missing.is_set()
 
 
 async def complete(
@@ -140,6 +147,8 @@ async def complete(
         raise EngineError(f"the engine's answer cannot be read: {error!r}") from error
     if output["choices"][0].get("finish_reason") == "error":  # asked again it may say so for ever
         raise EngineError("the engine failed on this request: its finish_reason is error")
+    if token_ids and "top_p_token_ids" not in meta and payload["sampling_params"].get("top_p", 1.0) != 1.0:
+        _sets_missing.set()
     limit = payload["sampling_params"]["max_tokens"]
     if len(token_ids) > limit:
         fault = f"it has {len(token_ids)} tokens where {limit} were allowed"

@@ -15,9 +15,10 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple
 
+from retool import captures
 from retool.actions import Action, Invalid
 from retool.chat import OPEN_TURN, Frame, neutralize, shorten, turn_opening
-from retool.engine import EngineError
+from retool.engine import Completion, EngineError
 
 MIN_BODY_CHARS = 64  # of an observation: cut further, nothing but the note of what is left out remains
 ANSWER_TOKENS = 64  # that a long observation leaves to the turn after it: an answer fits
@@ -114,6 +115,7 @@ class Episode:
     requests: int = 0
     turn_over: bool = False
     hallucinated_here: int = 0  # in this turn, not yet in `hallucinated`
+    shown: tuple[str, list[int]] = ("", [])  # the observation before this turn, text and ids
 
     @property
     def continued(self) -> bool:
@@ -126,18 +128,21 @@ class Episode:
         return bool(getattr(self.state, "aborted", False))
 
 
-UNSUPPORTED = ("rollout_logprob_server_url", "use_rollout_indexer_replay")  # of newer vimes: nothing here fills them
-
-
 def refuse_unsupported(args: Any, sample: Any) -> None:
     """Raise, by name, for what cannot be rolled out here."""
     if not hasattr(sample, "append_response_tokens"):
         raise RuntimeError("this vime is too old for retool: Sample.append_response_tokens (July 2026) is missing")
     if any(value is not None for value in (getattr(sample, "multimodal_inputs", None) or {}).values()):
         raise ValueError("retool handles text only, and the sample has multimodal inputs")
-    for name in UNSUPPORTED:
-        if getattr(args, name, None):
-            raise RuntimeError(f"retool does not support --{name.replace('_', '-')}: start vime without it")
+    # A teacher that the trainer loads itself needs nothing from here. One that is served is asked by reward hooks of
+    # vime's, which read its answer from the reward of every sample: ours have none, and neither has a lost sample.
+    hook = getattr(args, "custom_reward_post_process_path", None) or "vime."
+    served = getattr(args, "use_opd", False) and getattr(args, "opd_type", None) != "megatron"
+    if served and hook.startswith(("vime.", "generate_with_retool.")):
+        raise RuntimeError(
+            "retool does not support --use-opd with a served teacher, since nothing here asks it: use --opd-type megatron, "
+            "or a --custom-reward-post-process-path of your own that sets teacher_log_probs on every sample"
+        )
 
 
 def reset(sample: Any) -> None:
@@ -172,9 +177,20 @@ def reset(sample: Any) -> None:
 _KEPT = ("turns", "hallucinated", "turn_start", "text_start", "requests", "turn_over", "opened")
 
 
-def progress(episode: Episode) -> dict[str, Any]:
-    """Where the episode stands, as plain data: what `resume` needs beside the sample's own ids, mask and log-probs."""
-    return {name: getattr(episode, name) for name in _KEPT}
+def interrupt(episode: Episode) -> dict[str, Any]:
+    """Leave the sample as one to be continued, and return where its episode stands, as plain data: what `resume` needs
+    beside the sample's own ids, mask and log-probs.
+
+    An observation at the end is put aside. The engine has not seen it, so it has no expert rows yet, and vime takes a
+    sample that is short of rows for a broken one.
+    """
+    sample, (text, ids) = episode.sample, episode.shown
+    written = {name: getattr(episode, name) for name in _KEPT}
+    if ids and len(sample.tokens) == episode.turn_start:
+        captures.take_back(sample, len(ids))
+        sample.response = sample.response[: len(sample.response) - len(text)]
+        written["observation"] = [text, ids]
+    return written
 
 
 def resume(episode: Episode, written: dict[str, Any]) -> None:
@@ -188,6 +204,8 @@ def resume(episode: Episode, written: dict[str, Any]) -> None:
     episode.calls = [CallRecord(**call) for call in written["calls"]]
     sample.tool_call_count = len(episode.calls)
     sample.reward, sample.remove_sample, sample.status = None, False, sample.Status.PENDING
+    if "observation" in written["progress"]:
+        _show(episode, *written["progress"]["observation"])
 
 
 def resumable(sample: Any) -> dict[str, Any] | None:
@@ -196,8 +214,8 @@ def resumable(sample: Any) -> dict[str, Any] | None:
     written = (sample.metadata or {}).get("retool") or {}
     if written.get("end_reason") != EndReason.ABORT.value or "progress" not in written:
         return None
-    length = sample.response_length
-    kept = written["progress"]["turn_start"] <= len(sample.tokens) and length <= len(sample.tokens)
+    length, (_, aside) = sample.response_length, written["progress"].get("observation", ("", []))
+    kept = length <= len(sample.tokens) and written["progress"]["turn_start"] <= len(sample.tokens) + len(aside)
     if not kept or not len(sample.loss_mask or []) == len(sample.rollout_log_probs or []) == length:
         return None
     return dict(written)
@@ -217,6 +235,28 @@ def record_turn(episode: Episode, ids: list[int], log_probs: list[float], meta: 
         text = str(decode(sample.tokens[episode.turn_start :], skip_special_tokens=False))
         sample.response = sample.response[: episode.text_start] + text
     return text
+
+
+def keep_partial_turn(episode: Episode, completion: Completion) -> None:
+    """What an aborted request brought, if the sample is continued later.
+
+    Tokens at its end that began a stop string are left out: the engine looks for those in what it samples itself, and
+    would not see one that it finishes. Without its expert rows, where they are replayed, nothing can be kept.
+    """
+    ids, kept, decode = completion.token_ids, len(completion.token_ids), episode.state.tokenizer.decode
+    replayed = getattr(episode.args, "use_rollout_routing_replay", False)
+    if not episode.continued or (replayed and "routed_experts" not in completion.meta):
+        return
+    said, stops = episode.sample.tokens[episode.turn_start :], episode.params["stop"]
+    while kept and _begins_a_stop(str(decode(said + ids[:kept], skip_special_tokens=False)), stops):
+        kept -= 1
+    if kept:
+        meta = captures.of_the_first(completion.meta, len(ids), kept)
+        record_turn(episode, ids[:kept], completion.log_probs[:kept], meta)
+
+
+def _begins_a_stop(text: str, stops: list[str]) -> bool:
+    return any(text.endswith(stop[:length]) for stop in stops for length in range(1, len(stop)))
 
 
 def record(
@@ -260,7 +300,7 @@ def append_observation(episode: Episode, around: Frame, body: str, said: str) ->
     tokenizer, room = episode.state.tokenizer, episode.limits.room(episode.sample)
     bare = frame_length(tokenizer, around)
     text, ids = _fit_observation(tokenizer, around, neutralize(body), max(bare, room - ANSWER_TOKENS))
-    record(episode, ids, text, None, None)
+    _show(episode, text, ids)
     spoken = episode.opened + said
     if around.after.endswith(OPEN_TURN + episode.opening):
         episode.opened = episode.opening
@@ -269,6 +309,11 @@ def append_observation(episode: Episode, around: Frame, body: str, said: str) ->
     else:
         episode.opened = ""
     begin_turn(episode)
+
+
+def _show(episode: Episode, text: str, ids: list[int]) -> None:
+    record(episode, ids, text, None, None)
+    episode.shown = (text, ids)
 
 
 def begin_turn(episode: Episode) -> None:

@@ -113,7 +113,7 @@ def ends_the_run(function: Callable[..., Awaitable[Any]]) -> Callable[..., Await
             raise_if_ended()
             return await function(*given, **named)
         except Exception as error:
-            if not end_run(error) or function.__name__ != "generate":
+            if not end_run(error) or function.__name__ != "_generate":
                 raise
             sample = named["sample"] if "sample" in named else given[1]
             sample.status = sample.Status.ABORTED  # its group goes back to the data buffer; one that raises is dropped

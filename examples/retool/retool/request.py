@@ -7,6 +7,7 @@ centering) is handed in, since not every vime has them.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -45,6 +46,8 @@ def build(args: Any, sample: Any, params: dict[str, Any], room: int, vimes: Vime
     params = {**params, "max_new_tokens": room}
     if params.get("min_new_tokens"):
         params["min_new_tokens"] = min(room, max(0, params["min_new_tokens"] - sample.response_length))
+    if params.get("seed") is not None and sample.response_length:
+        params["seed"] = _later_seed(params["seed"], sample.response_length)
     centering = None
     if getattr(args, "use_score_centering", False):  # vime itself switches it off in evaluation
         if vimes.check_centering is None:
@@ -61,6 +64,27 @@ def build(args: Any, sample: Any, params: dict[str, Any], room: int, vimes: Vime
         headers = {"x-session-id": session_id}  # all turns meet their KV cache on one engine
     payload = {"model": args.hf_checkpoint, "token_ids": list(sample.tokens), "sampling_params": body}
     return Request(f"{args.vllm_router_ip}:{args.vllm_router_port}", payload, headers, centering, known_rows)
+
+
+def _later_seed(seed: int, position: int) -> int:
+    """The seed of a request that continues a response of `position` tokens; the first one keeps the sample's.
+
+    An engine begins its random stream anew with each request: with one seed for all of them (vime sends one per sample
+    with --vllm-enable-deterministic-inference) the i-th tokens of all turns would be drawn with the same numbers.
+    """
+    return int.from_bytes(hashlib.blake2b(f"{seed} {position}".encode(), digest_size=4).digest(), "big") >> 1
+
+
+def abort_mode(args: Any) -> str | None:
+    """How newer vime is to end a sample that it has no use for: "request" cancels its task, None has the engines end
+    their requests and give back what they sampled.
+
+    A cancelled request loses its turn, so with --partial-rollout engines end them: vime keeps a group only if something
+    of an aborted sample is there. So they do with --use-distributed-post: a Ray actor posts the requests then, and a
+    cancelled task reaches neither it nor the engine, which would go on.
+    """
+    given_back = getattr(args, "partial_rollout", False) or getattr(args, "use_distributed_post", False)
+    return None if given_back else "request"
 
 
 def _known_expert_rows(args: Any, sample: Any) -> int:

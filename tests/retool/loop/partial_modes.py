@@ -33,7 +33,7 @@ class Engine:
 
     def __init__(self, whole: bool, aborts_by_itself: bool):
         self.whole, self.aborts_by_itself, self.asked = whole, aborts_by_itself, 0
-        self.aborts = 0
+        self.aborts = self.cut = 0  # how often it was told to abort, and requests that it ended for that
         engine = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -85,6 +85,7 @@ class Engine:
             by_itself = self.aborts_by_itself and asked % 7 == 0 and given
             if not self.whole and (self.aborts != aborts or by_itself):
                 finish = "abort"
+                self.cut += 1
                 break
             given, rest = given + rest[:SLICE], rest[SLICE:]
         content = [{"token_id": t, "logprob": -(len(ids) + i + 1) / 1e5} for i, t in enumerate(given)]
@@ -115,7 +116,7 @@ def main() -> None:
     http_utils.init_http_client(args)
     data_source = RolloutDataSourceWithBuffer(args)
     samples: dict[str, Sample] = {}
-    for rollout_id in range(6):
+    for rollout_id in range(20):
         if mode == "sync":
             groups = vllm_rollout.generate_rollout(args, rollout_id, data_source).samples
         else:
@@ -135,9 +136,7 @@ def main() -> None:
         }
         for prompt, sample in samples.items()
     }
-    print(
-        json.dumps({"samples": told, "finished": finished, "aborts": engine.aborts, "asked": engine.asked}), flush=True
-    )
+    print(json.dumps({"samples": told, "finished": finished, "cut": engine.cut}), flush=True)
     sys.exit(0)
 
 

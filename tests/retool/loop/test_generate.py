@@ -792,15 +792,17 @@ def test_vime_may_cancel(rollout, tool):
     assert plugin.generate.abort_mode == "request"
 
 
-def test_vime_may_not_cancel_what_a_ray_actor_posts(rollout, tool):
-    """Neither the actor nor the engine would learn of it, see test_posters.py."""
+@pytest.mark.parametrize("flag", ["use_distributed_post", "partial_rollout"])
+def test_vime_may_not_cancel_what_is_posted_elsewhere_or_continued(rollout, tool, flag):
+    """A Ray actor or its engine would not learn of it, see test_posters.py; a turn that is continued would be lost."""
     rollout.run([ANSWER])
-    engine = rollout.engine([ANSWER])
-    args = rollout.args_for(engine)
-    args.use_distributed_post = True
-    asyncio.run(plugin.generate(args, Sample(prompt="Q"), make_params()))
-    assert plugin.generate.abort_mode is None
-    rollout.run([ANSWER])
+    args = rollout.args_for(rollout.engine([ANSWER]))
+    setattr(args, flag, True)
+    begun = plugin.generate(args, Sample(prompt="Q"), make_params())
+    assert plugin.generate.abort_mode is None, "vime reads it here, before the first step"
+    asyncio.run(begun)
+    setattr(args, flag, False)
+    plugin.generate(args, Sample(prompt="Q"), make_params()).close()
     assert plugin.generate.abort_mode == "request"
 
 

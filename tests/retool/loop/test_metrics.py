@@ -157,9 +157,57 @@ def test_through_the_loop(monkeypatch):
 
 
 def test_a_number_that_cannot_be_had_does_not_stop_the_run(caplog):
+    pytest.importorskip("wandb")
     broken = Sample(metadata={"retool": {"end_reason": "answer"}})
     assert plugin.log_rollout_data(3, SimpleNamespace(), [broken], None, 1.0) is False
     assert "rollout 3 could not be logged" in caplog.text
+
+
+PLACES = ("vime.observability", "vime.utils")  # of vimes from September 2026 on, and before
+
+
+def place_logging(monkeypatch, place: str | None) -> list:
+    """A vime that has its logging in this place alone; what is logged there."""
+    for other in PLACES:
+        for name in ("logging_utils", "metric_utils"):
+            monkeypatch.setitem(sys.modules, f"{other}.{name}", None)  # the import fails as for a missing module
+    logged = []
+    if place:
+        made = {
+            place: SimpleNamespace(__path__=[]),
+            f"{place}.logging_utils": SimpleNamespace(
+                log=lambda args, found, step_key: logged.append((found, step_key))
+            ),
+            f"{place}.metric_utils": SimpleNamespace(compute_rollout_step=lambda args, rollout_id: rollout_id * 10),
+        }
+        for name, module in made.items():
+            monkeypatch.setitem(sys.modules, name, module)
+    return logged
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_metrics_are_logged_wherever_vime_has_its_logging(monkeypatch, place):
+    logged = place_logging(monkeypatch, place)
+    assert plugin.log_rollout_data(3, SimpleNamespace(), [made([("ok", 0.5)])], None, 1.0) is False
+    assert plugin.log_eval_rollout_data(4, SimpleNamespace(), {"aime": {"samples": [made([])]}}, None) is False
+    (training, step_key), (evaluation, _) = logged
+    assert step_key == "rollout/step" and training["rollout/step"] == 30 and evaluation["eval/step"] == 40
+    assert training["rollout/retool/outcome/ok"] == 1 and "eval/aime/retool/accuracy" in evaluation
+
+
+def test_a_vime_without_that_logging_is_not_passed_over_in_silence(monkeypatch):
+    place_logging(monkeypatch, None)
+    with pytest.raises(ImportError, match="logging_utils neither in vime.observability nor in vime.utils"):
+        plugin.log_rollout_data(3, SimpleNamespace(), [made([("ok", 0.5)])], None, 1.0)
+
+
+def test_what_vimes_logging_needs_is_named_if_it_is_missing(monkeypatch):
+    def import_module(name):
+        raise ModuleNotFoundError("No module named 'wandb'", name="wandb")
+
+    monkeypatch.setattr(plugin.importlib, "import_module", import_module)
+    with pytest.raises(ModuleNotFoundError, match="wandb"):
+        plugin.log_rollout_data(3, SimpleNamespace(), [made([("ok", 0.5)])], None, 1.0)
 
 
 # --- read back from the trackers -------------------------------------------------------------------------------------

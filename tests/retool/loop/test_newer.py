@@ -244,8 +244,46 @@ def test_what_is_not_supported_is_refused_by_name(rollout, monkeypatch):
     monkeypatch.setattr(plugin, "score_centering_request", None)
     with pytest.raises(RuntimeError, match="--use-score-centering"):
         rollout.run([], use_score_centering=True, score_centering_top_k=3, rollout_top_p=1.0)
-    with pytest.raises(RuntimeError, match="--rollout-logprob-server-url"):
-        rollout.run([], rollout_logprob_server_url="http://10.0.0.1:80")
+
+
+OURS = "generate_with_retool.normalize_rewards"
+VIMES = "vime.rollout.on_policy_distillation.post_process_rewards"
+
+
+@pytest.mark.parametrize("hook", [None, OURS, VIMES])
+@pytest.mark.parametrize("kind", ["vllm", None])
+def test_a_served_teacher_is_refused_at_the_first_sample(rollout, hook, kind):
+    """vime's loss would miss the teacher's log-probs after the first rollout, or its hook fail on the first lost sample."""
+    with pytest.raises(RuntimeError, match="--use-opd with a served teacher"):
+        rollout.run([], use_opd=True, opd_type=kind, custom_reward_post_process_path=hook)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        dict(use_opd=True, opd_type="megatron", custom_reward_post_process_path=OURS),
+        dict(use_opd=True, opd_type="vllm", custom_reward_post_process_path="mine.ask_the_teacher"),
+        dict(use_opd=False, opd_type="vllm", custom_reward_post_process_path=OURS),
+    ],
+)
+def test_a_teacher_that_can_be_asked_is_not_refused(rollout, tool, asked):
+    assert rollout.run([ANSWER], **asked).status == Sample.Status.COMPLETED
+
+
+def test_each_turn_draws_with_numbers_of_its_own(rollout, tool):
+    """An engine begins its random stream anew with each request, and vime sends one seed per sample."""
+
+    def seeds(params, first="<code>1</code>", second="<code>2</code>"):
+        rollout.run([Turn(first), Turn(second), ANSWER], params=params)
+        return [request.payload["sampling_params"].get("seed") for request in rollout.requests]
+
+    first = seeds({"seed": 1234})
+    assert first[0] == 1234 and len(set(first)) == 3 and first == seeds({"seed": 1234})
+    assert all(isinstance(seed, int) and 0 <= seed < 2**31 for seed in first)
+    assert not set(first[1:]) & set(seeds({"seed": 1235})[1:])
+    assert seeds({}) == [None] * 3
+    one_turn = seeds({"seed": 0}, first="<code>\ns = '</code>", second="'\n</code>")  # in two requests
+    assert one_turn[0] == 0 and len(set(one_turn)) == 3
 
 
 def npy(array):

@@ -41,7 +41,7 @@ class Engine:
     looks whether it was told to abort."""
 
     def __init__(self, tokenizer, texts: list[str]):
-        self.tokenizer, self.aborting = tokenizer, False
+        self.tokenizer, self.aborting, self.slices = tokenizer, False, 0
         self.scripts = [tokenizer.sampled(text) for text in texts]
         self.log_prob_of = lambda position: -(position + 1) / 1000
 
@@ -57,6 +57,7 @@ class Engine:
                 finish = "abort"
                 break
             sampled += script[done + len(sampled) :][:SLICE]
+            self.slices += 1
         if len(sampled) > limit:
             sampled, finish = sampled[:limit], "length"
         content = [{"token_id": t, "logprob": self.log_prob_of(len(ids) + i)} for i, t in enumerate(sampled)]
@@ -103,19 +104,21 @@ class Setting:
 
         async def main():
             self.state.aborted = self.engine.aborting = False
-            task = asyncio.ensure_future(plugin.generate(self.args, self.sample, make_params()))
+            call = plugin.generate(self.args, self.sample, make_params())
+            cancels = way == "cancel" or (way == "newest" and plugin.generate.abort_mode == "request")
+            task = asyncio.ensure_future(call)
             for _ in range(abort_after if abort_after is not None else 10_000):
                 if task.done():
                     break
                 await asyncio.sleep(0)
             if task.done():
                 return task.result()
-            if way == "cancel":
+            if cancels:
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
                 return self.sample
             self.engine.aborting = True
-            self.state.aborted = way == "flag"  # the engine alone, when weights are updated under an async rollout
+            self.state.aborted = way != "engine"  # that alone, when weights are updated under an async rollout
             return await task
 
         asyncio.run(main())
@@ -157,6 +160,8 @@ def test_an_abort_at_any_await_changes_nothing(monkeypatch, texts, way):
         if broken.attempt(step, way):
             break
         assert broken.sample.reward is None or way == "engine"
+        # Of an observation that no request has carried there are no expert rows.
+        assert broken.sample.response_length == 0 or broken.sample.loss_mask[-1] == 1, step
         # An engine that goes on inside a stop string does not see it, and would sample past it.
         assert not broken.sample.response.endswith(INSIDE_A_STOP), step
         broken.through_a_checkpoint()
@@ -166,6 +171,20 @@ def test_an_abort_at_any_await_changes_nothing(monkeypatch, texts, way):
         assert broken.sample.reward is None and not broken.sample.remove_sample
         aborted, step = aborted + 1, step + 1
     assert aborted > 20
+
+
+@pytest.mark.parametrize("texts", TURNS.values(), ids=TURNS.keys())
+def test_the_newest_vime_keeps_whatever_was_sampled(monkeypatch, texts):
+    """It asks the engines for what they have, or cancels the task where `generate` says so, and drops a group in which no
+    aborted sample has a response."""
+    kept, step = 0, 0
+    while True:
+        broken = Setting(monkeypatch, texts)
+        if broken.attempt(step, "newest"):
+            break
+        assert (broken.sample.response_length > 0) == (broken.engine.slices > 0), step
+        kept, step = kept + (broken.sample.response_length > 0), step + 1
+    assert kept > 20
 
 
 @pytest.mark.parametrize("texts", TURNS.values(), ids=TURNS.keys())
@@ -253,7 +272,7 @@ def test_vimes_own_rollouts_continue_what_they_aborted(tmp_path, mode):
     assert len(whole["samples"]) == 8
     assert broken["samples"] == whole["samples"]
     assert sorted(set(broken["finished"])) == sorted(set(whole["finished"]))
-    assert broken["asked"] > whole["asked"], "nothing was aborted"
+    assert broken["cut"] > whole["cut"] == 0, "nothing was aborted"
     for prompt in whole["samples"]:
         number = prompt.split()[2]
         assert broken["finished"].count(f"print({number}, 1)") <= whole["finished"].count(f"print({number}, 1)") + 1

@@ -137,8 +137,10 @@ class Sample:
         if count and ids is not None:
             if len(offsets) != count + 1 or offsets[0] != 0 or offsets[-1] != len(ids):
                 raise ValueError("top-p offsets do not fit the tokens")
-            base = list(self.rollout_top_p_token_offsets or [0])
-            self.rollout_top_p_token_ids = list(self.rollout_top_p_token_ids or []) + [int(i) for i in ids]
+            fresh = self.rollout_top_p_token_ids is None
+            base = [0] if fresh else [int(offset) for offset in self.rollout_top_p_token_offsets]
+            before = [] if fresh else [int(i) for i in self.rollout_top_p_token_ids]
+            self.rollout_top_p_token_ids = before + [int(i) for i in ids]
             self.rollout_top_p_token_offsets = base + [base[-1] + int(offset) for offset in offsets[1:]]
         elif count and not trainable and self.rollout_top_p_token_offsets is not None:
             last = self.rollout_top_p_token_offsets[-1]
