@@ -12,8 +12,9 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from cpu.options import EXAMPLE, RunError, parse_options
+from cpu.options import EXAMPLE, OUTPUTS, RunError, parse_options
 from cpu.problems import Problem, read_problems
+from retool.paths import closed_folder
 
 ANSWERED = 10
 STANDIN = EXAMPLE.parents[1] / "tests" / "retool" / "standin"
@@ -36,6 +37,7 @@ def check_input(options: argparse.Namespace) -> Input:
     """
     if options.output and os.path.lexists(options.output):
         raise RunError(f"--output {options.output} exists already; every run has a folder of its own")
+    _check_writable(options.output.parent if options.output else OUTPUTS)
     if options.model:
         model_length(options.model)
     return Input(read_problems(options.problems, options.limit), _find_vime(), options.model)
@@ -54,10 +56,22 @@ def model_length(model: Path) -> int:
     return min(config.get("max_position_embeddings") or MAX_MODEL_LEN, MAX_MODEL_LEN)
 
 
+def _check_writable(folder: Path) -> None:
+    """Whether it can be made; that it was made, and has room, is seen when the run starts."""
+    while not os.path.lexists(folder):
+        folder = folder.parent
+    if not os.path.isdir(folder):
+        raise RunError(f"cannot make a folder in {folder}, which is none; name another place with --output")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise RunError(f"cannot write to the folder {folder.resolve()}; name another place with --output")
+
+
 def _find_vime() -> Path:
     root = os.environ.get("VIME_ROOT")
     folder = Path(root) if root else STANDIN
     if not os.path.isfile(folder / "vime" / "rollout" / "vllm_rollout.py"):
+        if root and (closed := closed_folder(folder / "vime" / "rollout" / "vllm_rollout.py")):
+            raise RunError(f"VIME_ROOT={root}: no permission to look into {closed}")
         if root:
             raise RunError(f"VIME_ROOT={root} is no vime checkout: it has no vime/rollout/vllm_rollout.py")
         raise RunError(f"the stand-in for vime is not at {folder}: name a vime checkout in VIME_ROOT")

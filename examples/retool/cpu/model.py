@@ -26,7 +26,7 @@ def packaged_model(cache: Path) -> Path:
         RunError: it is not installed, or cannot be written.
     """
     folder = packaged_folder(cache)
-    if folder.is_dir():
+    if os.path.isdir(folder):
         return folder
     make_folder(folder.parent, MODEL_MB, "the variable RETOOL_CACHE")
     if (package := find_spec(PACKAGED_MODEL)) is None or package.origin is None:
@@ -42,7 +42,7 @@ def packaged_model(cache: Path) -> Path:
             _dequantize(source, gguf.name, partial)
             partial.rename(folder)  # only a whole model ever has the name
         except OSError as error:
-            if not folder.is_dir():  # another run was faster
+            if not os.path.isdir(folder):  # another run was faster
                 raise RunError(f"cannot write the model to {folder}: {error}") from error
     return folder
 

@@ -28,6 +28,7 @@ from cpu.model import packaged_model
 from cpu.options import CPU, RunError
 from cpu.report import console, progress_display
 from cpu.storage import cache_folder
+from retool.paths import closed_folder
 from retool.processes import LOOPBACK, free_ports, port_is_taken, stop_signals_held, why_it_ended
 from rich.progress import Progress, TimeElapsedColumn
 
@@ -129,6 +130,8 @@ def ask_engine(url: str, model: Path | None, front: str | None = None) -> Engine
         ) from error
     names = [entry["id"] for entry in served]
     name = str(model) if model else names[0]
+    if name in names and (closed := closed_folder(name)):
+        raise RunError(f"the engine at {url} serves {name}, and there is no permission to look into {closed} here")
     if name not in names or not os.path.isdir(name):
         raise RunError(
             f"the engine at {url} serves {', '.join(names)}, and vime uses one name for the served model and for its "

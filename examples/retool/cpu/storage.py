@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from cpu.options import RunError
+from cpu.options import OUTPUTS, RunError
 
 MODEL_MB, RUN_MB = 700, 50  # disk that the prepared model and a run's logs and samples take
 
@@ -27,7 +27,7 @@ def new_output(named: Path | None) -> Path:
     Raises:
         RunError: it exists already, or cannot be made.
     """
-    parent = named.parent if named else Path("outputs", "retool_on_cpu")
+    parent = named.parent if named else OUTPUTS
     make_folder(parent, RUN_MB, "--output")
     names = [named.name] if named else _names_by_time()
     for name in names:

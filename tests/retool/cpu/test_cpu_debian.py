@@ -2,8 +2,8 @@
 
     pytest -m debian tests/retool/cpu/test_cpu_debian.py      as root, with debootstrap; about half an hour
 
-Each root is made by debootstrap in a mount namespace of its own and thrown away with it. The machine's own settings of
-pip come along, with the files that they name.
+Each root is made by debootstrap, entered in a mount namespace of its own, and removed after its tests. The machine's own
+settings of pip come along, with the files that they name; what was downloaded once is kept until the last root is done.
 """
 
 from __future__ import annotations
@@ -29,6 +29,12 @@ COMMANDS = {
 }
 
 
+@pytest.fixture(scope="module")
+def downloads(tmp_path_factory) -> Path:
+    """pip's cache, which it uses only where its user may write."""
+    return tmp_path_factory.mktemp("downloads")
+
+
 @pytest.fixture(scope="module", params=["bookworm", "trixie"])
 def debian(request, tmp_path_factory) -> Path:
     """A bare root with this repository in /work, readable by everyone and writable by nobody but root."""
@@ -44,12 +50,12 @@ def debian(request, tmp_path_factory) -> Path:
     shutil.rmtree(root)  # nothing is mounted here any more: that ended with its namespace
 
 
-def run_in(root: Path, user: str, command: str) -> subprocess.CompletedProcess:
-    settings = {
-        name: value for name, value in os.environ.items() if name in ("PIP_CERT", "PIP_FIND_LINKS", "PIP_INDEX_URL")
-    }
+def run_in(root: Path, user: str, command: str, downloads: Path) -> subprocess.CompletedProcess:
+    settings = {name: value for name, value in os.environ.items() if name.startswith("PIP_")}
+    settings["PIP_CACHE_DIR"] = str(downloads)
+    subprocess.run(["chmod", "-R", "a+rwX", downloads], check=True)
     mounts = [f"mount -t proc proc {root}/proc", f"mount --rbind /sys {root}/sys", f"mount --rbind /dev {root}/dev"]
-    for name in ("PIP_CERT", "PIP_FIND_LINKS"):
+    for name in ("PIP_CERT", "PIP_FIND_LINKS", "PIP_CACHE_DIR"):
         if (value := settings.get(name)) and os.path.exists(value):
             target = root / "machine" / name
             target.parent.mkdir(exist_ok=True)
@@ -73,8 +79,8 @@ def run_in(root: Path, user: str, command: str) -> subprocess.CompletedProcess:
 
 @pytest.mark.parametrize("what", COMMANDS)
 @pytest.mark.parametrize("user", [USER, "root"])  # in this order: what root installs, the other one would find
-def test_a_command_brings_what_it_needs(debian, user, what):
-    done = run_in(debian, user, COMMANDS[what])
+def test_a_command_brings_what_it_needs(debian, user, what, downloads):
+    done = run_in(debian, user, COMMANDS[what], downloads)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert ("mean difference" if what == "rollout" else "passed") in done.stdout
     assert not list((debian / "tmp").iterdir()), "something was left in the temporary directory"
