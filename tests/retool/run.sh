@@ -48,4 +48,8 @@ own_tests=(tests/retool)
 for argument in "$@"; do # a file or folder that is named takes the place of all of them
     if [[ -e ${argument%%::*} ]]; then own_tests=(); fi
 done
-exec "$python" -m pytest "$@" "${own_tests[@]}"
+# Not in TMPDIR, which may be small, or mounted so that nothing in it can be executed.
+TMPDIR=$(mktemp -d "$RETOOL_CACHE/tests.XXXXXX")
+export TMPDIR
+trap 'rm -rf "$TMPDIR"' EXIT
+"$python" -m pytest "$@" "${own_tests[@]}"

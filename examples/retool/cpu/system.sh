@@ -92,8 +92,9 @@ bring() { # bring WHAT PACKAGES ...: from Debian or Ubuntu
         if ((EUID != 0)); then as_root=(sudo -n); fi
         say "installing $what: apt-get install $* (the log is $log)"
         {
-            "${as_root[@]}" apt-get update -q &&
-                "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive \
+            # In /tmp rather than in a TMPDIR that may be small, or closed to apt's own user.
+            "${as_root[@]}" env -u TMPDIR apt-get update -q &&
+                "${as_root[@]}" env -u TMPDIR DEBIAN_FRONTEND=noninteractive \
                     apt-get install -y -q --no-install-recommends "$@"
         } >>"$log" 2>&1 </dev/null || die "apt-get could not install $*: $(last_error "$log")"
     else
@@ -107,6 +108,7 @@ bring() { # bring WHAT PACKAGES ...: from Debian or Ubuntu
 unpack() ( # unpack PACKAGES ...: them and what they need that is not installed, without root; package lists of its own
     set -e
     mkdir -p "$unpacked" "$RETOOL_CACHE/apt/lists/partial" "$RETOOL_CACHE/apt/cache/archives/partial"
+    export TMPDIR="$RETOOL_CACHE/apt" # the user's may be small
     own=(-o "Dir::State::lists=$RETOOL_CACHE/apt/lists" -o "Dir::Cache=$RETOOL_CACHE/apt/cache" -o Debug::NoLocking=1)
     apt-get "${own[@]}" update -q
     needed=$(apt-get "${own[@]}" -s -q install --no-install-recommends "$@" | awk '/^Inst / { print $2 }')

@@ -1,4 +1,5 @@
-"""Both commands on a bare Debian, as root and as an ordinary user: no Python, compiler, npm, sudo or libnuma is there.
+"""Both commands on a bare Debian, as root and as an ordinary user: no Python, compiler, curl, npm, sudo or libnuma is
+there, and TMPDIR is too small for anything and nothing in it can be executed.
 
     pytest -m debian tests/retool/cpu/test_cpu_debian.py      as root, with debootstrap; about half an hour
 
@@ -65,10 +66,14 @@ def run_in(root: Path, user: str, command: str, downloads: Path) -> subprocess.C
                 target.touch()
             mounts.append(f"mount --bind {value} {target}")
             settings[name] = f"/machine/{name}"
+    (root / "machine" / "small").mkdir(mode=0o1777, exist_ok=True)
+    mounts.append(f"mount -t tmpfs -o size=1m,noexec,mode=1777 small {root}/machine/small")
     home = "/root" if user == "root" else f"/home/{user}"
-    environment = {"HOME": home, "PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "TERM": "dumb", **settings}
+    environment = {"HOME": home, "PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "TERM": "dumb", "TMPDIR": "/machine/small"}
+    environment |= settings
     words = " ".join(f"{name}={value}" for name, value in environment.items())
-    inside = f"chroot --userspec={user}:{user} {root} env -i {words} bash -c 'cd {home} && cp -r /work . && cd work && {command}'"
+    in_home = f'cd {home} && cp -r /work . && cd work && {command} && test -z "$(ls -A /machine/small)"'
+    inside = f"chroot --userspec={user}:{user} {root} env -i {words} bash -c '{in_home}'"
     return subprocess.run(
         ["unshare", "--mount", "--propagation", "private", "bash", "-c", " && ".join([*mounts, inside])],
         capture_output=True,
