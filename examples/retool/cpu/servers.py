@@ -26,7 +26,7 @@ from cpu.check import MAX_MODEL_LEN, model_length
 from cpu.launcher import KEEP
 from cpu.model import packaged_model
 from cpu.options import CPU, RunError
-from cpu.report import console, progress_display
+from cpu.report import console, progress_display, say
 from cpu.storage import cache_folder
 from retool.paths import closed_folder
 from retool.processes import LOOPBACK, free_ports, port_is_taken, stop_signals_held, why_it_ended
@@ -206,7 +206,7 @@ def wait_until_healthy(server: Server, progress: Progress) -> None:
         RunError: it ended, or was not up in time.
     """
     if not console.is_terminal:
-        console.print(f"{server.name} starts (log: {server.log})")
+        say(f"{server.name} starts (log: {server.log})")
     task = progress.add_task(f"{server.name} starts", total=None, detail=f"log: {server.log}")
     started = time.monotonic()
     while not _answers(f"{server.url}/health"):
@@ -216,7 +216,7 @@ def wait_until_healthy(server: Server, progress: Progress) -> None:
         time.sleep(0.25)
     progress.update(task, description=f"{server.name} is up", total=1, completed=1)
     if not console.is_terminal:
-        console.print(f"{server.name} is up after {time.monotonic() - started:.0f} s")
+        say(f"{server.name} is up after {time.monotonic() - started:.0f} s")
 
 
 def check_alive(server: Server, when: str) -> None:
@@ -237,9 +237,7 @@ def keep_server(server: Server) -> None:
     assert server.process.stdin
     server.process.stdin.write(KEEP)
     server.process.stdin.close()
-    console.print(
-        f"the engine stays up, for the next run: --engine {server.url}    (to end it: kill {server.process.pid})"
-    )
+    say(f"the engine stays up, for the next run: --engine {server.url}    (to end it: kill {server.process.pid})")
 
 
 def stop_server(server: Server) -> None:

@@ -511,3 +511,9 @@ def test_the_check_fails_on_any_doubt(monkeypatch, agreement, samples, said):
         return
     with pytest.raises(options.RunError, match=said):
         report.check(samples, "model", 0.001)
+
+
+def test_a_line_with_a_path_is_neither_wrapped_nor_read_as_markup(capsys):
+    line = f"samples and logs: /home/anna/[bold]{'x' * 200}/out"
+    report.say(line)
+    assert capsys.readouterr().out == line + "\n"
