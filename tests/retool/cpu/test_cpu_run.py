@@ -514,6 +514,6 @@ def test_the_check_fails_on_any_doubt(monkeypatch, agreement, samples, said):
 
 
 def test_a_line_with_a_path_is_neither_wrapped_nor_read_as_markup(capsys):
-    line = f"samples and logs: /home/anna/[bold]{'x' * 200}/out"
+    line = f"samples and logs: /srv/[bold]{'x' * 200}/out"
     report.say(line)
     assert capsys.readouterr().out == line + "\n"

@@ -7,6 +7,7 @@ import datetime
 import ipaddress
 import os
 import re
+import shutil
 import signal
 import ssl
 import subprocess
@@ -61,6 +62,18 @@ def test_input_is_answered_before_anything_is_installed(tmp_path, arguments, cod
     assert done.returncode == code and out in done.stdout and err in done.stderr
     assert "Traceback" not in done.stderr
     assert not list(tmp_path.iterdir()), "something was made"
+
+
+def test_help_needs_no_python(tmp_path):
+    """cpu/help.txt is what the options say themselves; made anew with COLUMNS=100 rollout_on_cpu.sh --help."""
+    bin_folder = tmp_path / "bin"
+    bin_folder.mkdir()
+    for name in ("bash", "cat", "dirname"):
+        (bin_folder / name).symlink_to(shutil.which(name))
+    said = bash(ROLLOUT, "--limit", "3", "--help", cache=tmp_path / "cache", PATH=str(bin_folder), PYTHON="")
+    assert said.returncode == 0 and not said.stderr
+    assert said.stdout.split() == bash(ROLLOUT, "--help", cache=tmp_path / "cache").stdout.split()
+    assert list(tmp_path.iterdir()) == [bin_folder], "something was made"
 
 
 def test_a_bad_problem_is_named_before_anything_is_installed(tmp_path):
