@@ -73,7 +73,7 @@ NO_LOOK = f"no permission to look into {CLOSED}"
         (CHECK, f"--problems {CLOSED}/a.jsonl", {}, 1, f"problem file {CLOSED}/a.jsonl: Permission denied"),
         (CHECK, f"--model {CLOSED}/Qwen", {}, 1, "Permission denied"),
         (CHECK, f"--output {CLOSED}/out/a", {}, 1, f"error: cannot write to the folder {CLOSED}; name another"),
-        (CHECK, "--output in.jsonl/a", {}, 1, "error: cannot make a folder in in.jsonl, which is none"),
+        (CHECK, "--output in.jsonl/a", {}, 1, "error: cannot make the folder in.jsonl: in.jsonl is none"),
         (CHECK, "", {"VIME_ROOT": f"{CLOSED}/vime"}, 1, f"error: VIME_ROOT={CLOSED}/vime: {NO_LOOK}"),
         (CHECKS, f"megatron {CLOSED}/Qwen", {}, 1, ""),
         (CHECKS, f"checkpoint {CLOSED}/Qwen", {}, 0, ""),

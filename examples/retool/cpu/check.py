@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from cpu.options import EXAMPLE, OUTPUTS, RunError, parse_options
 from cpu.problems import Problem, read_problems
+from cpu.storage import RUN_MB, check_folder
 from retool.paths import closed_folder
 
 ANSWERED = 10
@@ -37,7 +38,7 @@ def check_input(options: argparse.Namespace) -> Input:
     """
     if options.output and os.path.lexists(options.output):
         raise RunError(f"--output {options.output} exists already; every run has a folder of its own")
-    _check_writable(options.output.parent if options.output else OUTPUTS)
+    check_folder(options.output.parent if options.output else OUTPUTS, RUN_MB, "--output")
     if options.model:
         model_length(options.model)
     return Input(read_problems(options.problems, options.limit), _find_vime(), options.model)
@@ -54,16 +55,6 @@ def model_length(model: Path) -> int:
     except (OSError, ValueError) as error:
         raise RunError(f"--model {model} is no model directory: its config.json cannot be read ({error})") from error
     return min(config.get("max_position_embeddings") or MAX_MODEL_LEN, MAX_MODEL_LEN)
-
-
-def _check_writable(folder: Path) -> None:
-    """Whether it can be made; that it was made, and has room, is seen when the run starts."""
-    while not os.path.lexists(folder):
-        folder = folder.parent
-    if not os.path.isdir(folder):
-        raise RunError(f"cannot make a folder in {folder}, which is none; name another place with --output")
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise RunError(f"cannot write to the folder {folder.resolve()}; name another place with --output")
 
 
 def _find_vime() -> Path:

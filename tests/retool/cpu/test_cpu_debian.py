@@ -26,7 +26,7 @@ REPOSITORY = EXAMPLE.parents[1]
 USER = "anna"
 COMMANDS = {
     "rollout": "bash examples/retool/rollout_on_cpu.sh --limit 2 --max-tokens 128",
-    "tests": "bash tests/retool/run.sh tests/retool/loop tests/retool/cpu/test_cpu_problems.py",
+    "tests": "bash tests/retool/run.sh tests/retool/test_house.py tests/retool/test_closed_paths.py tests/retool/loop/test_prompt.py",
 }
 
 

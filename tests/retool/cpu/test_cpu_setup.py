@@ -55,6 +55,12 @@ def clean_environment() -> dict[str, str]:
         (["--problems", "none.jsonl"], 1, "", "error: cannot read the problem file none.jsonl"),
         (["--model", "none"], 1, "", "error: --model none is no model directory"),
         (["--output", "."], 1, "", "error: --output . exists already"),
+        (
+            ["--output", "/proc/x"],
+            1,
+            "",
+            "error: /proc has 0 MB free" if os.geteuid() == 0 else "error: cannot write to",
+        ),
     ],
 )
 def test_input_is_answered_before_anything_is_installed(tmp_path, arguments, code, out, err):
