@@ -117,7 +117,24 @@ unpack() ( # unpack PACKAGES ...: them and what they need that is not installed,
     apt-get "${own[@]}" -q download $needed
     for archive in *.deb; do dpkg-deb -x "$archive" "$unpacked"; done
     rm -rf "$RETOOL_CACHE/apt"
+    wrap_pythons
 )
+
+# An unpacked Python has to find its libraries in whatever environment it is started: the sandbox's has no variables.
+wrap_pythons() {
+    local program folders
+    folders=$(printf ':%s' "$unpacked"/usr/lib/*-linux-gnu "$unpacked"/lib/*-linux-gnu)
+    for program in "$unpacked"/usr/bin/python3.*; do
+        if [[ $program =~ /python3\.[0-9]+$ && ! -e $program.bin ]]; then
+            mv "$program" "$program.bin"
+            # By the name that it was called by: beside that Python finds its environment.
+            # shellcheck disable=SC2016 # for the wrapper to expand
+            printf '#!/bin/bash\nLD_LIBRARY_PATH=%q${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH} exec -a "$0" %q "$@"\n' \
+                "${folders#:}" "$program.bin" >"$program"
+            chmod +x "$program"
+        fi
+    done
+}
 
 last_error() { # last_error LOG: the reason in one line, and where the rest is
     local line

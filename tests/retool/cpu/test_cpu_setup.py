@@ -104,6 +104,30 @@ def test_an_interpreter_that_does_not_fit_is_refused(tmp_path):
     assert done.returncode == 1 and f"PYTHON={old} is no CPython from 3.11 to 3.14" in done.stderr
 
 
+def test_a_python_that_was_unpacked_finds_its_libraries_in_an_empty_environment(tmp_path):
+    """As the sandbox starts it, through an environment's link, whose name it has to be called by."""
+    cache = tmp_path / "a cache"
+    libraries = cache / "system" / "usr" / "lib" / "x-linux-gnu"
+    libraries.mkdir(parents=True)
+    (cache / "system" / "lib" / "x-linux-gnu").mkdir(parents=True)
+    program = cache / "system" / "usr" / "bin" / "python3.99"
+    program.parent.mkdir()
+    shutil.copy("/bin/bash", program)  # any program that says how it was started
+    for _ in range(2):  # a second package is unpacked later
+        subprocess.run(
+            ["bash", "-c", 'source "$0"; wrap_pythons', EXAMPLE / "cpu" / "system.sh"],
+            env=os.environ | {"RETOOL_CACHE": str(cache)},
+            check=True,
+        )
+    link = tmp_path / "python"
+    link.symlink_to(program)
+    command = [link, "-c", 'echo "$BASH|$LD_LIBRARY_PATH|$1"', "x", "a  b"]
+    said = subprocess.check_output(command, env={}, text=True)
+    assert said == f"{link}|{libraries}:{cache}/system/lib/x-linux-gnu|a  b\n"
+    said = subprocess.check_output(command, env={"LD_LIBRARY_PATH": "/mine"}, text=True)
+    assert said.split("|")[1].endswith(":/mine")
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # pip's failures, told apart
 # ---------------------------------------------------------------------------------------------------------------------
