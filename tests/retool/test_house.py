@@ -214,6 +214,7 @@ HOOKS = {
 IN_THE_TEST_COMMAND = {"ruff-check", "isort", "black"}
 
 
+@pytest.mark.skipif(not shutil.which("git"), reason="git is not installed, and the hooks ask it for the files")
 @pytest.mark.parametrize("hook", HOOKS)
 def test_vimes_pre_commit_hooks_pass(hook, tmp_path):
     """On a copy, as a commit of all files would see them: a hook fails, or changes what it finds."""

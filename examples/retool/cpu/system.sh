@@ -122,8 +122,10 @@ unpack() ( # unpack PACKAGES ...: them and what they need that is not installed,
 
 # An unpacked Python has to find its libraries in whatever environment it is started: the sandbox's has no variables.
 wrap_pythons() {
-    local program folders
-    folders=$(printf ':%s' "$unpacked"/usr/lib/*-linux-gnu "$unpacked"/lib/*-linux-gnu)
+    local program folder folders=''
+    for folder in "$unpacked"/usr/lib/*-linux-gnu "$unpacked"/lib/*-linux-gnu; do
+        if [[ -d $folder ]]; then folders+=":$folder"; fi
+    done
     for program in "$unpacked"/usr/bin/python3.*; do
         if [[ $program =~ /python3\.[0-9]+$ && ! -e $program.bin ]]; then
             mv "$program" "$program.bin"
