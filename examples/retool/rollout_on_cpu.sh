@@ -13,7 +13,7 @@ source "$here/cpu/system.sh"
 
 use_unpacked
 for argument; do # a Python is not installed to answer this
-    if [[ $argument == -h || $argument == --help ]] && ! find_python; then
+    if [[ -z ${PYTHON:-} && ($argument == -h || $argument == --help) ]] && ! find_python; then
         cat "$here/cpu/help.txt"
         exit
     fi
