@@ -17,6 +17,7 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import pip
 import pytest
 from cpu_helpers import EXAMPLE, assert_ended, descendants, problem_file, wait_for
 from retool.processes import free_ports
@@ -188,9 +189,11 @@ def self_signed(path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory):
-    """An environment with a real pip and nothing else."""
+    """An environment with a real pip and nothing else: ours, since a Debian's Python may be without the one it brings."""
     folder = tmp_path_factory.mktemp("venv") / "venv"
-    subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
+    [packages] = folder.glob("lib/python3*/site-packages")
+    shutil.copytree(Path(pip.__file__).parent, packages / "pip")
     return folder
 
 
