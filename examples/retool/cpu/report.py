@@ -138,7 +138,8 @@ def transcript(sample, tokenizer) -> Text:
     prompt = tokenizer.decode(sample.tokens[:start], skip_special_tokens=False)
     turn = prompt.rfind("<|im_start|>user")
     left_out = f"[{turn} characters of earlier turns]\n" if turn > 0 else ""
-    text = Text(left_out + prompt[max(turn, 0) :], style=_COLORS["prompt"])
+    text = Text()  # a style of its own would be that of every part
+    text.append(left_out + prompt[max(turn, 0) :], style=_COLORS["prompt"])
     for trained, run in itertools.groupby(
         zip(sample.loss_mask, sample.tokens[start:], strict=True), lambda pair: pair[0]
     ):
