@@ -346,7 +346,11 @@ def main() -> int:
     if any(os.path.realpath(file) == os.path.realpath(args.output) for file in files):
         raise DataError(f"{args.output}: is the file that is read; name another --output")
     rows = read_rows(files, [PROMPT_COLUMNS, LABEL_COLUMNS], "reading")
-    with atomic_output(args.output, "w") as output, tempfile.TemporaryFile("w+", encoding="utf-8") as candidates:
+    with (
+        atomic_output(args.output, "w") as output,
+        # Beside the output: it is as large, and TMPDIR may not hold it.
+        tempfile.TemporaryFile("w+", encoding="utf-8", dir=os.path.dirname(output.name)) as candidates,
+    ):
         seen, tally = collect(rows, candidates, bad, evaluation, args.keep_instruction)
         if bad.too_many(tally.rows):
             raise DataError(f"{bad.count} of {tally.rows} rows cannot be used; nothing was written")

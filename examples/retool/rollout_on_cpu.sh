@@ -11,6 +11,13 @@ here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 # shellcheck source=examples/retool/cpu/system.sh
 source "$here/cpu/system.sh"
 
+use_unpacked
+for argument; do # a Python is not installed to answer this
+    if [[ -z ${PYTHON:-} && ($argument == -h || $argument == --help) ]] && ! find_python; then
+        cat "$here/cpu/help.txt"
+        exit
+    fi
+done
 need_python
 export PYTHONPATH="$here${PYTHONPATH:+:$PYTHONPATH}"
 # -P: what lies in the directory that the run is started from is not imported.

@@ -52,6 +52,7 @@ from retool.data_io import (
     run_script,
     text_content,
 )
+from retool.paths import why_not_found
 
 DIALECTS = ("tool_call", "code")
 DEFAULT_DATASET = "JoeYing/ReTool-SFT"
@@ -434,14 +435,15 @@ def _lengths(rows: list[dict[str, Any]], tokenizer_directory: str) -> tuple[list
 
 def _tokenizer(directory: str) -> Any:
     """The tokenizer in a directory, None, with a warning, where there is none: what was converted stands without it."""
-    reason = f"no tokenizer in {directory}"
-    if os.path.isdir(directory):  # Path.is_dir raises where one may not look
+    if os.path.isdir(directory):
         from transformers import AutoTokenizer  # seconds to import
 
         try:
             return AutoTokenizer.from_pretrained(directory)
         except Exception as error:  # half a download raises errors of any type
             reason = f"the tokenizer in {directory} cannot be loaded ({type(error).__name__}: {error})".splitlines()[0]
+    else:
+        reason = f"no tokenizer in {directory} ({why_not_found(directory)})"
     print(f"warning: lengths are in characters: {reason}; --tokenizer DIR names one", file=sys.stderr)
     return None
 

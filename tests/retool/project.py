@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parent
 ROOT = TESTS.parents[1]
 EXAMPLE = ROOT / "examples" / "retool"
+# Before a command: permissions hold for it, which root otherwise overlooks.
+ORDINARY = ["setpriv", "--bounding-set=-dac_override,-dac_read_search"] * (os.geteuid() == 0)
 IN_VIME = (ROOT / "vime").is_dir()  # the two folders were copied into a checkout, whose other files are not ours
 
 GENERATED = {"__pycache__", ".hypothesis", ".pytest_cache", ".mypy_cache", ".ruff_cache"}

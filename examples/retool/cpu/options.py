@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 CPU = Path(__file__).resolve().parent
 EXAMPLE = CPU.parent
 PROBLEMS = CPU / "problems.jsonl"
+OUTPUTS = Path("outputs", "retool_on_cpu")
 DEFAULT_LIMIT = 12  # of these; the run says beforehand how long they may take
 # At 1.0 the packaged model seldom closes its code block. The engine scores at this temperature, as vime has it score.
 TEMPERATURE = 0.6
@@ -68,7 +69,7 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
         "--output",
         metavar="DIR",
         type=Path,
-        help="a new folder for samples.jsonl and logs (default: outputs/retool_on_cpu/DATE)",
+        help=f"a new folder for samples.jsonl and logs (default: {OUTPUTS}/DATE)",
     )
     add("--seed", metavar="N", type=_seed, default=42, help="of the sampling (default: %(default)s)")
     add(

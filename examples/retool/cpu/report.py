@@ -30,6 +30,11 @@ def progress_display(*columns: Any) -> Progress:
     )
 
 
+def say(line: str) -> None:
+    """One line as it is, however long: a path that was wrapped, or read as markup, could not be copied."""
+    console.print(line, soft_wrap=True, markup=False)
+
+
 class Counts(NamedTuple):
     """How far a rollout is."""
 
@@ -105,7 +110,7 @@ def show_totals(samples: list[Any], seconds: float) -> None:
     """One sentence on the whole rollout, which took so many seconds."""
     counts = count(samples)
     right = sum(bool(sample.reward.get("acc")) for sample in samples)
-    console.print(
+    say(
         f"{counts.done} samples in {seconds:.0f} s: {right} right, {counts}, {counts.tokens} tokens by the model "
         f"({counts.tokens / seconds:.0f} a second), {sum(s.response_length for s in samples)} with the tool's output"
     )
@@ -133,7 +138,8 @@ def transcript(sample, tokenizer) -> Text:
     prompt = tokenizer.decode(sample.tokens[:start], skip_special_tokens=False)
     turn = prompt.rfind("<|im_start|>user")
     left_out = f"[{turn} characters of earlier turns]\n" if turn > 0 else ""
-    text = Text(left_out + prompt[max(turn, 0) :], style=_COLORS["prompt"])
+    text = Text()  # a style of its own would be that of every part
+    text.append(left_out + prompt[max(turn, 0) :], style=_COLORS["prompt"])
     for trained, run in itertools.groupby(
         zip(sample.loss_mask, sample.tokens[start:], strict=True), lambda pair: pair[0]
     ):
@@ -157,7 +163,7 @@ def check(samples: list[Any], model_dir: str, limit: float) -> None:
     if not trained:
         raise RunError("no sample has a token to train on; run.log says what became of them")
     agreement = compare_log_probs(model_dir, trained)
-    console.print(str(agreement))
+    say(str(agreement))
     lost = [sample for sample in samples if sample.remove_sample]
     if lost:
         raise RunError(

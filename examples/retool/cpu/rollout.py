@@ -15,7 +15,7 @@ from typing import Any, cast
 
 from cpu.options import TEMPERATURE, RunError
 from cpu.problems import Problem, with_examples
-from cpu.report import console, count, is_finished, progress_display
+from cpu.report import console, count, is_finished, progress_display, say
 from cpu.servers import Engine, Server, check_alive
 from cpu.storage import SampleFile
 from rich.progress import MofNCompleteColumn, TimeElapsedColumn
@@ -156,7 +156,7 @@ def watch(outcome: concurrent.futures.Future, samples: list[Any], servers: list[
             detail = f"{counts}, {counts.tokens / (now - started):.0f} tokens/s"
             progress.update(task, completed=counts.done, detail=detail)
             if not console.is_terminal and (over or now - said > 15):
-                console.print(f"  {counts.done}/{len(samples)} done, {detail}")
+                say(f"  {counts.done}/{len(samples)} done, {detail}")
                 said = now
             if over:
                 break

@@ -28,7 +28,7 @@ from pathlib import Path
 from cpu.check import check_input
 from cpu.model import packaged_folder
 from cpu.options import RunError, parse_options
-from cpu.report import check, console, show_table, show_totals, show_transcripts
+from cpu.report import check, say, show_table, show_totals, show_transcripts
 from cpu.rollout import check_lengths, estimate, make_samples, start_rollout, vime_arguments, watch
 from cpu.servers import serving
 from cpu.storage import SampleFile, cache_folder, new_output, temporary_files
@@ -62,7 +62,7 @@ def run(options: argparse.Namespace) -> None:
     with temporary_files(), contextlib.closing(SampleFile(output / "samples.jsonl")) as file:
         sys.path.insert(0, str(given.vime))
         whose = "vime's own code in" if os.environ.get("VIME_ROOT") else "the stand-in for vime in"
-        console.print(f"going through {whose} {given.vime}; samples and logs: {output}")
+        say(f"going through {whose} {given.vime}; samples and logs: {output}")
         with serving(options, output, meanwhile=import_libraries) as (engine, servers):
             packaged = engine.model == str(packaged_folder(cache_folder()))
             examples = packaged if options.examples is None else options.examples
@@ -73,7 +73,7 @@ def run(options: argparse.Namespace) -> None:
             parts = [f"{len(groups)} problems from {options.problems}", f"{options.samples} sample(s) each"]
             parts += ["after worked examples of a tool call"] * examples
             parts += [estimate(len(samples), options.max_tokens)] * (packaged and bool(servers))
-            console.print(", ".join(parts))
+            say(", ".join(parts))
             started = time.monotonic()
             watch(start_rollout(vime_arguments(engine, options, len(groups)), groups), samples, servers, file)
             seconds = time.monotonic() - started
@@ -83,7 +83,7 @@ def run(options: argparse.Namespace) -> None:
         show_transcripts(samples, AutoTokenizer.from_pretrained(engine.model))
         show_table(given.problems, groups)
         show_totals(samples, seconds)
-        console.print(f"samples and logs: {output}")
+        say(f"samples and logs: {output}")
         write_page(output, engine.model)
         check(samples, engine.model, options.logprob_limit)
 
@@ -93,9 +93,9 @@ def write_page(output: Path, model_dir: str) -> None:
     page = output / "rollouts.html"
     try:
         make_page([output / "samples.jsonl"], page, Path(model_dir))
-        console.print(f"to look at them, open {page}", soft_wrap=True)
+        say(f"to look at them, open {page}")
     except FileError as error:
-        console.print(f"no page of the samples: {error}", soft_wrap=True)
+        say(f"no page of the samples: {error}")
 
 
 def log_to(path: Path) -> None:

@@ -26,8 +26,9 @@ from cpu.check import MAX_MODEL_LEN, model_length
 from cpu.launcher import KEEP
 from cpu.model import packaged_model
 from cpu.options import CPU, RunError
-from cpu.report import console, progress_display
+from cpu.report import console, progress_display, say
 from cpu.storage import cache_folder
+from retool.paths import closed_folder
 from retool.processes import LOOPBACK, free_ports, port_is_taken, stop_signals_held, why_it_ended
 from rich.progress import Progress, TimeElapsedColumn
 
@@ -129,6 +130,8 @@ def ask_engine(url: str, model: Path | None, front: str | None = None) -> Engine
         ) from error
     names = [entry["id"] for entry in served]
     name = str(model) if model else names[0]
+    if name in names and (closed := closed_folder(name)):
+        raise RunError(f"the engine at {url} serves {name}, and there is no permission to look into {closed} here")
     if name not in names or not os.path.isdir(name):
         raise RunError(
             f"the engine at {url} serves {', '.join(names)}, and vime uses one name for the served model and for its "
@@ -203,7 +206,7 @@ def wait_until_healthy(server: Server, progress: Progress) -> None:
         RunError: it ended, or was not up in time.
     """
     if not console.is_terminal:
-        console.print(f"{server.name} starts (log: {server.log})")
+        say(f"{server.name} starts (log: {server.log})")
     task = progress.add_task(f"{server.name} starts", total=None, detail=f"log: {server.log}")
     started = time.monotonic()
     while not _answers(f"{server.url}/health"):
@@ -213,7 +216,7 @@ def wait_until_healthy(server: Server, progress: Progress) -> None:
         time.sleep(0.25)
     progress.update(task, description=f"{server.name} is up", total=1, completed=1)
     if not console.is_terminal:
-        console.print(f"{server.name} is up after {time.monotonic() - started:.0f} s")
+        say(f"{server.name} is up after {time.monotonic() - started:.0f} s")
 
 
 def check_alive(server: Server, when: str) -> None:
@@ -234,9 +237,7 @@ def keep_server(server: Server) -> None:
     assert server.process.stdin
     server.process.stdin.write(KEEP)
     server.process.stdin.close()
-    console.print(
-        f"the engine stays up, for the next run: --engine {server.url}    (to end it: kill {server.process.pid})"
-    )
+    say(f"the engine stays up, for the next run: --engine {server.url}    (to end it: kill {server.process.pid})")
 
 
 def stop_server(server: Server) -> None:

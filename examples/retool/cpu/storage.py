@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from cpu.options import RunError
+from cpu.options import OUTPUTS, RunError
 
 MODEL_MB, RUN_MB = 700, 50  # disk that the prepared model and a run's logs and samples take
 
@@ -27,7 +27,7 @@ def new_output(named: Path | None) -> Path:
     Raises:
         RunError: it exists already, or cannot be made.
     """
-    parent = named.parent if named else Path("outputs", "retool_on_cpu")
+    parent = named.parent if named else OUTPUTS
     make_folder(parent, RUN_MB, "--output")
     names = [named.name] if named else _names_by_time()
     for name in names:
@@ -57,25 +57,35 @@ def temporary_files() -> Iterator[None]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def make_folder(path: Path, needed_mb: int, option: str) -> Path:
-    """The folder, made if it is not there.
+def check_folder(path: Path, needed_mb: int, option: str) -> None:
+    """Whether a folder could be made and filled, by what is there of it; nothing is made.
 
     Args:
         needed_mb: that have to be free in it.
         option: what names another one, for the message.
 
     Raises:
-        RunError: it cannot be made or written, or the disk is too full.
+        RunError: it could not, or the disk is too full.
     """
+    there = path
+    while not os.path.lexists(there):
+        there = there.parent
+    if not os.path.isdir(there):
+        raise RunError(f"cannot make the folder {path}: {there} is none; name another with {option}")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise RunError(f"cannot write to the folder {there.resolve()}; name another with {option}")
+    free_mb = shutil.disk_usage(there).free >> 20
+    if free_mb < needed_mb:
+        raise RunError(f"{there} has {free_mb} MB free and {needed_mb} MB are needed; name another with {option}")
+
+
+def make_folder(path: Path, needed_mb: int, option: str) -> Path:
+    """The folder, made if it is not there. Arguments and errors are those of `check_folder`."""
+    check_folder(path, needed_mb, option)
     try:
         path.mkdir(parents=True, exist_ok=True)
-        free_mb = shutil.disk_usage(path).free >> 20
     except OSError as error:
         raise RunError(f"cannot make the folder {path}: {error.strerror}; name another with {option}") from error
-    if free_mb < needed_mb:
-        raise RunError(f"{path} has {free_mb} MB free and {needed_mb} MB are needed; name another with {option}")
-    if not os.access(path, os.W_OK):
-        raise RunError(f"cannot write to the folder {path}; name another with {option}")
     return path
 
 

@@ -92,8 +92,9 @@ bring() { # bring WHAT PACKAGES ...: from Debian or Ubuntu
         if ((EUID != 0)); then as_root=(sudo -n); fi
         say "installing $what: apt-get install $* (the log is $log)"
         {
-            "${as_root[@]}" apt-get update -q &&
-                "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive \
+            # In /tmp rather than in a TMPDIR that may be small, or closed to apt's own user.
+            "${as_root[@]}" env -u TMPDIR apt-get update -q &&
+                "${as_root[@]}" env -u TMPDIR DEBIAN_FRONTEND=noninteractive \
                     apt-get install -y -q --no-install-recommends "$@"
         } >>"$log" 2>&1 </dev/null || die "apt-get could not install $*: $(last_error "$log")"
     else
@@ -107,6 +108,7 @@ bring() { # bring WHAT PACKAGES ...: from Debian or Ubuntu
 unpack() ( # unpack PACKAGES ...: them and what they need that is not installed, without root; package lists of its own
     set -e
     mkdir -p "$unpacked" "$RETOOL_CACHE/apt/lists/partial" "$RETOOL_CACHE/apt/cache/archives/partial"
+    export TMPDIR="$RETOOL_CACHE/apt" # the user's may be small
     own=(-o "Dir::State::lists=$RETOOL_CACHE/apt/lists" -o "Dir::Cache=$RETOOL_CACHE/apt/cache" -o Debug::NoLocking=1)
     apt-get "${own[@]}" update -q
     needed=$(apt-get "${own[@]}" -s -q install --no-install-recommends "$@" | awk '/^Inst / { print $2 }')
@@ -115,7 +117,26 @@ unpack() ( # unpack PACKAGES ...: them and what they need that is not installed,
     apt-get "${own[@]}" -q download $needed
     for archive in *.deb; do dpkg-deb -x "$archive" "$unpacked"; done
     rm -rf "$RETOOL_CACHE/apt"
+    wrap_pythons
 )
+
+# An unpacked Python has to find its libraries in whatever environment it is started: the sandbox's has no variables.
+wrap_pythons() {
+    local program folder folders=''
+    for folder in "$unpacked"/usr/lib/*-linux-gnu "$unpacked"/lib/*-linux-gnu; do
+        if [[ -d $folder ]]; then folders+=":$folder"; fi
+    done
+    for program in "$unpacked"/usr/bin/python3.*; do
+        if [[ $program =~ /python3\.[0-9]+$ && ! -e $program.bin ]]; then
+            mv "$program" "$program.bin"
+            # By the name that it was called by: beside that Python finds its environment.
+            # shellcheck disable=SC2016 # for the wrapper to expand
+            printf '#!/bin/bash\nLD_LIBRARY_PATH=%q${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH} exec -a "$0" %q "$@"\n' \
+                "${folders#:}" "$program.bin" >"$program"
+            chmod +x "$program"
+        fi
+    done
+}
 
 last_error() { # last_error LOG: the reason in one line, and where the rest is
     local line

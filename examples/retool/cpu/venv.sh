@@ -34,7 +34,7 @@ check_room() { # check_room MB
 make_venv() {
     local wheel site certificates=/etc/ssl/certs/ca-certificates.crt
     "$venv/bin/python" -m pip --version >/dev/null 2>&1 && return
-    "$python" -m venv "$venv" >>"$log" 2>&1 && return
+    TMPDIR="$scratch" "$python" -m venv "$venv" >>"$log" 2>&1 && return
     # Debian's Python without python3-venv, or one that was unpacked: pip is unpacked from its wheel.
     pip_wheel >/dev/null || bring "pip" python3-pip-whl
     wheel=$(pip_wheel) || die "pip is missing, and $python cannot bring it: $(tail -n 1 "$log")"
@@ -51,7 +51,6 @@ pip_install() { # pip_install COUNT WHAT ARGUMENTS ...: all of its output is in 
     shift 2
     log_start=$(($(wc -c <"$log") + 1))
     before=$(count_installed)
-    # Its temporary files beside the environment: TMPDIR may be small, and is not ours to leave anything in.
     : >"$scratch/details.log" # where pip says of each index why it had nothing
     TMPDIR="$scratch" "$venv/bin/python" -m pip install --disable-pip-version-check --no-input --no-color \
         --log "$scratch/details.log" "$@" >>"$log" 2>&1 </dev/null &
@@ -178,6 +177,7 @@ done
 if ((${#missing[@]})); then
     installed "$requirements" || check_room "$needed_mb"
     : >"$log"
+    # For temporary files, beside the environment: TMPDIR may be small, and is not ours to leave anything in.
     scratch=$(mktemp -d "$RETOOL_CACHE/pip.XXXXXX")
     trap 'rm -rf "$scratch"' EXIT
     trap 'stopped 130' INT

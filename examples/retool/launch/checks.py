@@ -16,6 +16,7 @@ import argparse
 import difflib
 import importlib.util
 import json
+import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -114,13 +115,13 @@ def megatron_checkpoint_is_whole(folder: Path) -> bool:
         return False
     if iteration.isascii() and iteration.isdigit():
         iteration = f"iter_{int(iteration):07d}"
-    return bool(iteration) and (folder / iteration).is_dir()
+    return bool(iteration) and os.path.isdir(folder / iteration)
 
 
 def checkpoint_problems(folder: Path) -> Iterator[str]:
     """What a Hugging Face checkpoint lacks: weight files, all shards that its index names, a tokenizer."""
     for name in INDEXES:
-        if (folder / name).is_file():
+        if os.path.isfile(folder / name):
             yield from _missing_shards(folder, folder / name)
             break
     else:
@@ -143,7 +144,7 @@ def _missing_shards(folder: Path, index: Path) -> Iterator[str]:
 
 def _has_content(path: Path) -> bool:
     try:
-        return path.is_file() and path.stat().st_size > 0
+        return os.path.isfile(path) and os.path.getsize(path) > 0
     except OSError:
         return False
 

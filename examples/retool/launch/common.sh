@@ -72,6 +72,15 @@ stop_on_problems() {
 # HF_CHECKPOINT=model/ must not become model/_torch_dist.
 absolute() { realpath --canonicalize-missing --no-symlinks -- "$1"; }
 
+# Says why a path is not found if that is so since this user may not look there, else fails. closed VARIABLE PATH
+closed() {
+    local folder
+    folder="$(realpath --canonicalize-missing -- "$2")"
+    until [[ -e "$folder" ]]; do folder="$(dirname -- "$folder")"; done
+    [[ -d "$folder" && ! -x "$folder" ]] || return 1
+    printf '%s: %s may be there, but there is no permission to look into %s' "$1" "$2" "$folder"
+}
+
 check_environment() {
     case "${DRY_RUN,,}" in
         1 | true | yes | on) DRY_RUN=1 ;;
@@ -81,17 +90,22 @@ check_environment() {
             exit 1
             ;;
     esac
-    if [[ -d "$VIME_ROOT" ]]; then
+    if [[ -d "$VIME_ROOT" && -x "$VIME_ROOT" ]]; then
         VIME_ROOT="$(cd -- "$VIME_ROOT" && pwd)"
     fi
-    local file
+    local file why
     for file in "$TRAIN_SCRIPT" vime/utils/arguments.py scripts/models; do
-        if [[ ! -e "${VIME_ROOT}/${file}" ]]; then
+        if why="$(closed VIME_ROOT "${VIME_ROOT}/${file}")"; then
+            problem "$why"
+            break
+        elif [[ ! -e "${VIME_ROOT}/${file}" ]]; then
             problem "no vime in ${VIME_ROOT}: ${file} is missing; copy examples/ into a vime checkout or set VIME_ROOT to one"
             break
         fi
     done
-    if [[ ! -d "${MEGATRON_ROOT}/megatron/training" ]]; then
+    if why="$(closed MEGATRON_ROOT "${MEGATRON_ROOT}/megatron/training")"; then
+        problem "$why"
+    elif [[ ! -d "${MEGATRON_ROOT}/megatron/training" ]]; then
         problem "no Megatron-LM in ${MEGATRON_ROOT}: megatron/training is missing; clone it there or set MEGATRON_ROOT"
     fi
     if [[ -d "${VIME_ROOT}/scripts/models" && ! -f "${VIME_ROOT}/scripts/models/${MODEL_SCRIPT}.sh" ]]; then
@@ -165,11 +179,13 @@ check_gpu_split() {
 
 # vime reads PATH@[FROM:TO] as those rows of the file. check_file VARIABLE HOW_TO_GET_IT
 check_file() {
-    local file="${!1}"
+    local file="${!1}" why
     if [[ "$file" =~ ^(.*)@\[-?[0-9]*:-?[0-9]*\]$ ]]; then
         file="${BASH_REMATCH[1]}"
     fi
-    if [[ -d "$file" ]]; then
+    if why="$(closed "$1" "$file")"; then
+        missing "$why"
+    elif [[ -d "$file" ]]; then
         problem "$1: ${file} is a folder; name the .jsonl or .parquet file in it"
     elif [[ ! -s "$file" ]]; then
         missing "$1: ${file} does not exist or is empty; $2"
@@ -275,8 +291,10 @@ set_model() {
 checkpoint_is_whole() { python3 "${PLUGIN_DIR}/launch/checks.py" megatron "$1"; }
 
 check_checkpoint() {
-    local line
-    if [[ ! -f "${HF_CHECKPOINT}/config.json" ]]; then
+    local line why
+    if why="$(closed HF_CHECKPOINT "${HF_CHECKPOINT}/config.json")"; then
+        missing "$why"
+    elif [[ ! -f "${HF_CHECKPOINT}/config.json" ]]; then
         missing "HF_CHECKPOINT: ${HF_CHECKPOINT}/config.json does not exist;" \
             "get it: hf download ${MODEL_ON_HUB:-OWNER/NAME} --local-dir ${HF_CHECKPOINT}"
     else
@@ -286,8 +304,11 @@ check_checkpoint() {
     CONVERT=0
     if [[ -n "$REF_LOAD" ]]; then
         # Given by the user: making it from HF_CHECKPOINT would train another model than the one that was meant.
-        checkpoint_is_whole "$REF_LOAD" ||
+        if why="$(closed REF_LOAD "${REF_LOAD}/latest_checkpointed_iteration.txt")"; then
+            missing "$why"
+        elif ! checkpoint_is_whole "$REF_LOAD"; then
             missing "REF_LOAD: ${REF_LOAD} is not a whole Megatron checkpoint; unset it to have HF_CHECKPOINT converted"
+        fi
         return
     fi
     REF_LOAD="${HF_CHECKPOINT}_torch_dist"

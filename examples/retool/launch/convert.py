@@ -41,14 +41,14 @@ def _convert(target: Path, command: list[str]) -> int:
     with locked(target.with_name(f"{target.name}.lock"), f"only one launch may make {target}"):
         if megatron_checkpoint_is_whole(target):
             return 0  # another launch has made it since the checks
-        if partial.exists():
+        if os.path.exists(partial):
             shutil.rmtree(partial)
         code = exit_code(subprocess.run([*command, "--save", str(partial)], stdin=subprocess.DEVNULL).returncode)
         if code != 0:
             return code
         if not megatron_checkpoint_is_whole(partial):
             raise LaunchError(f"the conversion ended without a whole checkpoint in {partial}; see its output above")
-        if target.is_dir():
+        if os.path.isdir(target):
             target.rmdir()  # it is empty, or the checks would have stopped the launch
         partial.rename(target)
     return 0

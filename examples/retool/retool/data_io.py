@@ -27,6 +27,7 @@ from typing import IO, Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from retool.paths import closed_folder, why_not_found
 from tqdm import tqdm
 
 DATA_SUFFIXES = (".parquet", ".jsonl", ".json", ".jsonl.gz", ".json.gz", ".arrow")
@@ -36,6 +37,7 @@ PARQUET_BATCH_ROWS = 2048
 MAX_BAD_SHARE = 0.01
 MAX_BAD_ROWS_SHOWN = 20
 MAX_NAMES_SHOWN = 8
+DEFAULT_DOWNLOADS = "/root"  # closed to whoever is not root
 
 SPLITS = {
     "train": ("train", "training"),
@@ -95,7 +97,7 @@ def find_data_files(dataset: str, split: str | None = None, config: str | None =
     Raises:
         DataError: nothing is there, what is there is not one data set, or the hub cannot be reached.
     """
-    path = Path(dataset).expanduser()
+    path = Path(os.path.expanduser(dataset))
     if os.path.isfile(path):
         if _suffix(path) is None:
             raise DataError(f"{path}: expected a file that ends in {_or(DATA_SUFFIXES)}")
@@ -109,8 +111,10 @@ def find_data_files(dataset: str, split: str | None = None, config: str | None =
 def _downloaded(name: str) -> Path | None:
     if not _is_hub_name(name):
         return None
-    downloads = Path(os.environ.get("RETOOL_DOWNLOADS") or "/root")
-    # os.path: a folder that one may not look into is none, where Path.is_dir raises.
+    named = os.environ.get("RETOOL_DOWNLOADS")
+    downloads = Path(named or DEFAULT_DOWNLOADS)
+    if named and (closed := closed_folder(downloads / name)):
+        raise DataError(f"RETOOL_DOWNLOADS is {named}: no permission to look into {closed}")
     return next((f for f in (downloads / name, downloads / name.split("/")[1]) if os.path.isdir(f)), None)
 
 
@@ -120,7 +124,7 @@ def _is_hub_name(name: str) -> bool:
 
 def _download(name: str) -> Path:
     if not _is_hub_name(name):
-        raise DataError(f"{name}: no such file or directory")
+        raise DataError(f"{name}: {why_not_found(os.path.expanduser(name))}")
     try:
         from huggingface_hub import snapshot_download
 
@@ -138,7 +142,10 @@ def _revision(folder: Path) -> Path:
     snapshots = folder / "snapshots"
     if not os.path.isdir(snapshots):
         return folder
-    revisions = sorted(path.name for path in snapshots.iterdir())
+    try:
+        revisions = sorted(os.listdir(snapshots))
+    except OSError as error:
+        raise DataError(f"{snapshots}: cannot be read ({error.strerror})") from error
     try:
         current = (folder / "refs" / "main").read_text(encoding="utf-8").strip()
     except OSError:
@@ -150,16 +157,30 @@ def _revision(folder: Path) -> Path:
 
 def _files_in_directory(directory: Path) -> list[DataFile]:
     found: list[DataFile] = []
-    for path in sorted(directory.rglob("*")):
-        relative = path.relative_to(directory)
-        # `hf download` keeps its bookkeeping in a hidden folder inside the directory.
-        if any(part.startswith(".") for part in relative.parts) or NOT_DATA.fullmatch(path.name):
+    for path in sorted(_walk(directory)):
+        if NOT_DATA.fullmatch(path.name) or (suffix := _suffix(path)) is None:
             continue
-        if (suffix := _suffix(path)) and os.path.isfile(path):
-            found.append(_describe(path, relative, suffix))
+        if not os.path.isfile(path):
+            raise DataError(f"{path}: {why_not_found(path)}")
+        found.append(_describe(path, path.relative_to(directory), suffix))
     if not found:
         raise DataError(f"{directory}: no {_or(DATA_SUFFIXES)} file in it")
     return found
+
+
+def _walk(directory: Path) -> Iterator[Path]:
+    """All files below the directory, hidden ones left out: `hf download` keeps its bookkeeping in a hidden folder.
+
+    Raises:
+        DataError: a folder cannot be read. What lies in it, a shard of what is read, would be missed unseen.
+    """
+
+    def refuse(error: OSError) -> None:
+        raise DataError(f"{error.filename}: cannot be read ({error.strerror})") from error
+
+    for folder, folders, names in os.walk(directory, onerror=refuse):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        yield from (Path(folder, name) for name in names if not name.startswith("."))
 
 
 def _suffix(path: Path) -> str | None:

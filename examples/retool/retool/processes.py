@@ -21,6 +21,7 @@ MAX_LINE_CHARS = 300  # of a log line that goes into a message of one line
 OUT_OF_MEMORY = " (the kernel does that where memory runs out; dmesg says so)"
 # "(EngineCore pid=7) ERROR 11-30 10:00:00 [core.py:7] ", each part of it where it is there
 LOG_PREFIX = re.compile(r"^(\([^()]*pid=\d+\) )?((ERROR|WARNING|INFO) [\d-]+ [\d:]+ \[[^]]*\] )?")
+DIED = re.compile(r"(died|exited) unexpectedly")  # of a process below the server, as by a signal: vLLM tells no more
 EXCEPTION = re.compile(r"[\w.]*(Error|Exception|Exit|Interrupt)\b(:.*)?$")
 
 
@@ -124,7 +125,7 @@ def why_it_ended(log: Path, code: int) -> str:
     if code - 128 in {signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL}:
         return f"it was ended by {signal.Signals(code - 128).name}{OUT_OF_MEMORY if code == 128 + 9 else ''}"
     error = first_error(log)
-    return error + (OUT_OF_MEMORY if "died unexpectedly" in error else "")
+    return error + (OUT_OF_MEMORY if DIED.search(error) else "")
 
 
 def first_error(log: Path) -> str:
@@ -139,7 +140,7 @@ def first_error(log: Path) -> str:
     in_traceback = False
     for line in lines:
         words = LOG_PREFIX.sub("", line)
-        if "died unexpectedly" in words:
+        if DIED.search(words):
             return words.strip()[-MAX_LINE_CHARS:]
         in_traceback = in_traceback or words.startswith("Traceback (most recent call last)")
         if in_traceback and EXCEPTION.match(words):

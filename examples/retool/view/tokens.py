@@ -7,9 +7,11 @@ spread over several tokens belongs to the last of them; the ones before it are e
 from __future__ import annotations
 
 import codecs
+import os
 from pathlib import Path
 from typing import Any
 
+from retool.paths import why_not_found
 from view.load import FileError
 
 
@@ -18,7 +20,9 @@ class Vocabulary:
 
     def __init__(self, folder: Path):
         """`folder` holds tokenizer.json, as every model's folder does. FileError if it cannot be used."""
-        file = folder / "tokenizer.json" if folder.is_dir() else folder
+        file = folder / "tokenizer.json" if os.path.isdir(folder) else folder
+        if not os.path.isfile(file):
+            raise FileError(f"cannot read the tokenizer {file}: {why_not_found(file)}")
         try:
             from tokenizers import Tokenizer
 

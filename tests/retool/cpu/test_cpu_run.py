@@ -15,7 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from cpu import options, problems, report, servers, storage
+from cpu import options, problems, report, rollout, servers, storage
 from cpu_helpers import (
     EXAMPLE,
     assert_ended,
@@ -511,3 +511,25 @@ def test_the_check_fails_on_any_doubt(monkeypatch, agreement, samples, said):
         return
     with pytest.raises(options.RunError, match=said):
         report.check(samples, "model", 0.001)
+
+
+def test_a_line_with_a_path_is_neither_wrapped_nor_read_as_markup(capsys):
+    line = f"samples and logs: /srv/[bold]{'x' * 200}/out"
+    report.say(line)
+    assert capsys.readouterr().out == line + "\n"
+
+
+def test_only_the_prompt_of_a_transcript_is_dim():
+    tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens: "".join(map(chr, ids)))
+    text = report.transcript(SimpleNamespace(tokens=[*b"pmmt"], response_length=3, loss_mask=[1, 1, 0]), tokenizer)
+    assert text.plain == "pmmt" and not text.style
+    assert [(span.start, span.end, span.style) for span in text.spans] == [
+        (0, 1, "dim"),
+        (1, 3, "green"),
+        (3, 4, "yellow"),
+    ]
+
+
+def test_the_guide_says_how_long_a_sample_takes_as_the_estimate_does():
+    guide = (EXAMPLE / "README.md").read_text()
+    assert f"about {rollout.CORE_SECONDS} seconds of one core: the default {options.DEFAULT_LIMIT} problems" in guide

@@ -7,6 +7,7 @@ import datetime
 import ipaddress
 import os
 import re
+import shutil
 import signal
 import ssl
 import subprocess
@@ -16,6 +17,7 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import pip
 import pytest
 from cpu_helpers import EXAMPLE, assert_ended, descendants, problem_file, wait_for
 from retool.processes import free_ports
@@ -54,6 +56,12 @@ def clean_environment() -> dict[str, str]:
         (["--problems", "none.jsonl"], 1, "", "error: cannot read the problem file none.jsonl"),
         (["--model", "none"], 1, "", "error: --model none is no model directory"),
         (["--output", "."], 1, "", "error: --output . exists already"),
+        (
+            ["--output", "/proc/x"],
+            1,
+            "",
+            "error: /proc has 0 MB free" if os.geteuid() == 0 else "error: cannot write to",
+        ),
     ],
 )
 def test_input_is_answered_before_anything_is_installed(tmp_path, arguments, code, out, err):
@@ -61,6 +69,18 @@ def test_input_is_answered_before_anything_is_installed(tmp_path, arguments, cod
     assert done.returncode == code and out in done.stdout and err in done.stderr
     assert "Traceback" not in done.stderr
     assert not list(tmp_path.iterdir()), "something was made"
+
+
+def test_help_needs_no_python(tmp_path):
+    """cpu/help.txt is what the options say themselves; made anew with COLUMNS=100 rollout_on_cpu.sh --help."""
+    bin_folder = tmp_path / "bin"
+    bin_folder.mkdir()
+    for name in ("bash", "cat", "dirname"):
+        (bin_folder / name).symlink_to(shutil.which(name))
+    said = bash(ROLLOUT, "--limit", "3", "--help", cache=tmp_path / "cache", PATH=str(bin_folder), PYTHON="")
+    assert said.returncode == 0 and not said.stderr
+    assert said.stdout.split() == bash(ROLLOUT, "--help", cache=tmp_path / "cache").stdout.split()
+    assert list(tmp_path.iterdir()) == [bin_folder], "something was made"
 
 
 def test_a_bad_problem_is_named_before_anything_is_installed(tmp_path):
@@ -83,6 +103,30 @@ def test_an_interpreter_that_does_not_fit_is_refused(tmp_path):
     old.chmod(0o755)
     done = bash(ROLLOUT, "--help", cache=tmp_path / "cache", PYTHON=str(old), REAL=sys.executable)
     assert done.returncode == 1 and f"PYTHON={old} is no CPython from 3.11 to 3.14" in done.stderr
+
+
+def test_a_python_that_was_unpacked_finds_its_libraries_in_an_empty_environment(tmp_path):
+    """As the sandbox starts it, through an environment's link, whose name it has to be called by."""
+    cache = tmp_path / "a cache"
+    libraries = cache / "system" / "usr" / "lib" / "x-linux-gnu"
+    libraries.mkdir(parents=True)
+    (cache / "system" / "lib" / "x-linux-gnu").mkdir(parents=True)
+    program = cache / "system" / "usr" / "bin" / "python3.99"
+    program.parent.mkdir()
+    shutil.copy("/bin/bash", program)  # any program that says how it was started
+    for _ in range(2):  # a second package is unpacked later
+        subprocess.run(
+            ["bash", "-c", 'source "$0"; wrap_pythons', EXAMPLE / "cpu" / "system.sh"],
+            env=os.environ | {"RETOOL_CACHE": str(cache)},
+            check=True,
+        )
+    link = tmp_path / "python"
+    link.symlink_to(program)
+    command = [link, "-c", 'echo "$BASH|$LD_LIBRARY_PATH|$1"', "x", "a  b"]
+    said = subprocess.check_output(command, env={}, text=True)
+    assert said == f"{link}|{libraries}:{cache}/system/lib/x-linux-gnu|a  b\n"
+    said = subprocess.check_output(command, env={"LD_LIBRARY_PATH": "/mine"}, text=True)
+    assert said.split("|")[1].endswith(":/mine")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -145,9 +189,11 @@ def self_signed(path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory):
-    """An environment with a real pip and nothing else."""
+    """An environment with a real pip and nothing else: ours, since a Debian's Python may be without the one it brings."""
     folder = tmp_path_factory.mktemp("venv") / "venv"
-    subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
+    [packages] = folder.glob("lib/python3*/site-packages")
+    shutil.copytree(Path(pip.__file__).parent, packages / "pip")
     return folder
 
 

@@ -26,6 +26,7 @@ Traceback (most recent call last):
 vllm.EngineDeadError: EngineCore encountered an issue.
 INFO:     127.0.0.1:53852 - "POST /inference/v1/generate HTTP/1.1" 500 Internal Server Error
 """
+CORE = PREFIX.replace("ERROR", "WARNING") + "[shutdown] MPClient: engine core exited unexpectedly; starting cleanup\n"
 WORKER = PREFIX + "Worker proc VllmWorker-0 died unexpectedly (exit code: None), shutting down executor.\n"
 
 
@@ -33,6 +34,7 @@ WORKER = PREFIX + "Worker proc VllmWorker-0 died unexpectedly (exit code: None),
     "text, said",
     [
         (CHAINED, "torch.OutOfMemoryError: not enough memory: 5 GB"),
+        (CORE + CHAINED, "[shutdown] MPClient: engine core exited unexpectedly; starting cleanup"),
         (WORKER + CHAINED, "Worker proc VllmWorker-0 died unexpectedly (exit code: None), shutting down executor."),
         ("starting\nusage: x [-h]\nx: error: unrecognized arguments: --y\n", "x: error: unrecognized arguments: --y"),
         ("Traceback (most recent call last):\n  File x\nKeyboardInterrupt\nbye\n", "KeyboardInterrupt"),
@@ -53,8 +55,9 @@ def test_the_end_is_told_by_signal_before_the_log(tmp_path):
     )
     assert why_it_ended(log, 128 + signal.SIGSEGV) == "it was ended by SIGSEGV"
     assert why_it_ended(log, 1) == "torch.OutOfMemoryError: not enough memory: 5 GB"
-    log.write_text(WORKER)
-    assert "memory runs out" in why_it_ended(log, 0)
+    for text in (WORKER, CORE):
+        log.write_text(text)
+        assert "memory runs out" in why_it_ended(log, 0)
 
 
 def test_a_log_that_is_missing_or_no_text_is_no_error_of_its_own(tmp_path):

@@ -156,14 +156,18 @@ def test_a_name_of_the_hub_is_first_looked_for_among_the_downloads(tmp_path, mon
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can take away its own rights")
 def test_a_folder_of_downloads_that_one_may_not_look_into_is_none(tmp_path, monkeypatch):
-    """What an ordinary user meets who runs the scripts with their defaults: /root is closed."""
+    """What an ordinary user meets who runs the scripts with their defaults: /root is closed. Named, it is an error."""
     make(tmp_path / "closed" / "JoeYing" / "ReTool-SFT", "train.jsonl")
     (tmp_path / "closed").chmod(0o700)
-    monkeypatch.setenv("RETOOL_DOWNLOADS", str(tmp_path / "closed"))
+    monkeypatch.delenv("RETOOL_DOWNLOADS", raising=False)
+    monkeypatch.setattr(data_io, "DEFAULT_DOWNLOADS", str(tmp_path / "closed"))
     assert find_data_files("JoeYing/ReTool-SFT") == [tmp_path / "closed" / "JoeYing" / "ReTool-SFT" / "train.jsonl"]
     os.seteuid(65534)
     try:
         assert data_io._downloaded("JoeYing/ReTool-SFT") is None
+        monkeypatch.setenv("RETOOL_DOWNLOADS", str(tmp_path / "closed"))
+        with pytest.raises(DataError, match="RETOOL_DOWNLOADS is .*closed: no permission to look into "):
+            data_io._downloaded("JoeYing/ReTool-SFT")
     finally:
         os.seteuid(0)
 

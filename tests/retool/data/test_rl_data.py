@@ -2,11 +2,14 @@
 
 import json
 import resource
+import sys
+import tempfile
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import rl_data_preprocess
 from data_helpers import run_script, write_jsonl
 from hypothesis import given
 from hypothesis import strategies as st
@@ -392,3 +395,11 @@ def test_memory_does_not_grow_with_the_rows(tmp_path):
     )
     assert result.returncode == 0, result.stderr[-2000:]
     assert "1000 of 200000 rows" in result.stdout
+
+
+def test_nothing_is_kept_in_tmpdir_which_may_be_small(tmp_path, monkeypatch):
+    source = write_jsonl(tmp_path / "in.jsonl", [{"prompt": "1+1?", "label": "2"}])
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
+    monkeypatch.setattr(sys, "argv", ["x", "--dataset", str(source), "--output", str(tmp_path / "out.jsonl")])
+    assert rl_data_preprocess.main() == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl"]

@@ -9,6 +9,7 @@ import shlex
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -154,9 +155,9 @@ def whole_checkpoint(folder: Path, iteration: str = "release", name: str = "rele
 
 
 def run(
-    tree: Tree, stage: str, *flags: str, trace: bool = False, **changes: str | None
+    tree: Tree, stage: str, *flags: str, trace: bool = False, before: Sequence[str] = (), **changes: str | None
 ) -> subprocess.CompletedProcess:
-    command = ["bash", *(["-x"] if trace else []), str(EXAMPLE / f"retool_qwen3_4b_{stage}.sh"), *flags]
+    command = [*before, "bash", *(["-x"] if trace else []), str(EXAMPLE / f"retool_qwen3_4b_{stage}.sh"), *flags]
     return subprocess.run(
         command, env=tree.environment(**changes), cwd=tree.root, capture_output=True, text=True, timeout=300
     )

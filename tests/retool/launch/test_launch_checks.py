@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from launch_helpers import EXAMPLE, VIMES_PARSER, both, dry_run, flags_of, job_words, run
+from project import ORDINARY
 
 OPTIONS = (
     VIMES_PARSER
@@ -61,9 +62,11 @@ def test_what_is_wrong_stops_dry_runs_too(tree, stage, mode, changes, says):
 
 @both
 def test_a_missing_default_megatron_is_named(tree, stage):
-    if Path("/root/Megatron-LM").exists():
+    if os.path.exists("/root/Megatron-LM"):
         pytest.skip("there is a /root/Megatron-LM here")
-    assert "no Megatron-LM in /root/Megatron-LM" in dry_run(tree, stage, MEGATRON_ROOT=None).stderr
+    said = dry_run(tree, stage, MEGATRON_ROOT=None).stderr
+    closed = not os.access("/root", os.X_OK)  # to an ordinary user
+    assert ("no permission to look into /root" if closed else "no Megatron-LM in /root/Megatron-LM") in said
 
 
 @both
@@ -362,3 +365,30 @@ def test_a_folder_that_cannot_be_written_is_no_place_for_checkpoints(tree):
         assert result.returncode == 0  # root may write everywhere
     else:
         assert result.returncode == 1 and f"SAVE: {closed} cannot be written to" in result.stderr
+
+
+CLOSED = {
+    **{"VIME_ROOT": "vime", "MEGATRON_ROOT": "Megatron", "HF_CHECKPOINT": "model", "REF_LOAD": "model_torch_dist"},
+    **{"PROMPT_DATA": "a.jsonl", "EVAL_DATA": "b.jsonl@[0:10]"},
+}
+
+
+@pytest.mark.parametrize("variable", CLOSED)
+def test_what_may_not_be_looked_at_is_not_called_missing(tree, variable):
+    closed = tree.root / "closed"
+    closed.mkdir(mode=0)
+    result = run(tree, "rl", before=ORDINARY, **{variable: str(closed / CLOSED[variable])})
+    [line] = [line for line in result.stderr.splitlines() if variable in line]
+    assert result.returncode == 1 and line.startswith(f"error: {variable}: {closed}/")
+    assert line.endswith(f"may be there, but there is no permission to look into {closed}")
+
+
+@both
+@pytest.mark.parametrize(
+    "variable, says", [("VIME_ROOT", "no permission to look into"), ("SAVE", "cannot be written")]
+)
+def test_a_folder_that_is_itself_closed_is_said(tree, stage, variable, says):
+    closed = tree.root / "closed"
+    closed.mkdir(mode=0)
+    result = run(tree, stage, before=ORDINARY, **{variable: str(closed)})
+    assert result.returncode == 1 and says in result.stderr and "Permission denied" not in result.stderr
