@@ -61,6 +61,7 @@ GENERIC = {ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, getattr(ast, "Ty
 _SUSPICIOUS_TEXT = re.compile(
     r"\{[^{}]*[.\[][^{}]*(?:__|" + "|".join(sorted(FORBIDDEN_ATTRIBUTES)) + r")|\{[^{}]*\.[^{}]*$|^[^{]*__\w*[.!:}\[]"
 )
+_SEMICOLON = re.compile(rb"[ \t\f]*;")
 MAX_PROBLEMS = 8  # that a refusal lists
 Kinds = defaultdict[type | None, list[Any]]  # nodes by their class
 _CHILD_FIELDS: dict[type, tuple[str, ...]] = {}  # by class of node: fields that hold nodes, last first
@@ -100,7 +101,7 @@ def review(code: str, allowed: Set[str]) -> Review:
         kinds = _by_kind(nodes)
         check = _PolicyCheck(allowed)
         refusal = _listed(check.run(nodes, kinds), allowed)
-        shown, imports = _last_expression(code, tree), _imports(kinds)
+        shown, imports = _last_expression(code, tree), _imports(code, kinds)
         return Review(refusal, "", shown, imports, check.guarded and not refusal)
     return Review(refusal=problem, unreadable=problem)
 
@@ -136,16 +137,11 @@ def _last_expression(code: str, tree: ast.Module) -> tuple[int, int]:
     if not tree.body or not isinstance(tree.body[-1], ast.Expr):
         return 0, 0
     last, source = tree.body[-1], code.encode()
-    if _is_silenced(last, code):
-        return 0, 0
     assert last.end_lineno is not None and last.end_col_offset is not None  # the parser sets both
-    return _position(source, last.lineno, last.col_offset), _position(source, last.end_lineno, last.end_col_offset)
-
-
-def _is_silenced(last: ast.Expr, code: str) -> bool:
-    """Whether a semicolon ends it, which asks a notebook to show nothing."""
-    rest = code.split("\n")[(last.end_lineno or 0) - 1].encode()[last.end_col_offset or 0 :]
-    return rest.lstrip().startswith(b";")
+    end = _position(source, last.end_lineno, last.end_col_offset)
+    if _SEMICOLON.match(source, end):  # which asks a notebook to show nothing
+        return 0, 0
+    return _position(source, last.lineno, last.col_offset), end
 
 
 def _position(source: bytes, line: int, column: int) -> int:
@@ -163,14 +159,15 @@ def _by_kind(nodes: list[ast.AST]) -> Kinds:
     return kinds
 
 
-def _imports(kinds: Kinds) -> tuple[str, ...]:
+def _imports(code: str, kinds: Kinds) -> tuple[str, ...]:
     """Also what Python imports by itself when the code comes to a name or a construct that needs it."""
     modules = {alias.name for node in kinds[ast.Import] for alias in node.names}
     modules.update(node.module or "" for node in kinds[ast.ImportFrom])
-    names = {alias.name for node in kinds[ast.ImportFrom] for alias in node.names}
-    names.update(node.attr for node in kinds[ast.Attribute])
-    names.update(node.id for node in kinds[ast.Name])
-    modules.update(LATE_IMPORTS[name] for name in names & LATE_IMPORTS.keys())
+    if not code.isascii() or any(name in code for name in LATE_IMPORTS):  # Python takes look-alike letters for these
+        names = {alias.name for node in kinds[ast.ImportFrom] for alias in node.names}
+        names.update(node.attr for node in kinds[ast.Attribute])
+        names.update(node.id for node in kinds[ast.Name])
+        modules.update(LATE_IMPORTS[name] for name in names & LATE_IMPORTS.keys())
     if any(getattr(node, "type_params", None) for kind in GENERIC for node in kinds[kind]):  # from Python 3.12 on
         modules.add("typing")
     return tuple(modules - {""})
