@@ -4,9 +4,6 @@ vime is the checkout that VIME_ROOT names, else the one that these files lie in,
 
 Tests that take minutes carry a marker of SLOW. `pytest tests/` skips them and says so, so that it stays quick in a vime
 checkout; RETOOL_ALL_TESTS=1 (which run.sh sets) or any `-m` expression runs them.
-
-run.sh runs several processes (pytest-xdist). One of them has all that waits for engines and clusters, one all that
-watches the sandbox; any other file is a process's own from its first test to its last.
 """
 
 import os
@@ -30,9 +27,6 @@ SLOW = {
 }
 
 
-LONG_GROUPS = ("engines and clusters", "sandbox")
-
-
 def pytest_configure(config: pytest.Config) -> None:
     """Registers the markers here, since vime's own pyproject.toml is the one that counts in a checkout."""
     for name, what in SLOW.items():
@@ -41,11 +35,6 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skips what is slow among the tests of this folder unless it was asked for."""
-    if config.pluginmanager.hasplugin("xdist"):
-        for item in items:
-            if item.path.is_relative_to(TESTS):
-                item.add_marker(pytest.mark.xdist_group(_group(item)))
-        items.sort(key=lambda item: _group(item) not in LONG_GROUPS)  # in the order in which they are handed out
     if os.environ.get("RETOOL_ALL_TESTS") == "1" or config.option.markexpr:
         return
     for item in items:
@@ -53,13 +42,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             if item.path.is_relative_to(TESTS) and item.get_closest_marker(name):
                 reason = f"{what}: set RETOOL_ALL_TESTS=1, pass -m {name}, or run tests/retool/run.sh"
                 item.add_marker(pytest.mark.skip(reason=reason))
-
-
-def _group(item: pytest.Item) -> str:
-    """Tests of one group run one after the other in one process."""
-    if item.get_closest_marker("engine") or item.get_closest_marker("ray") or item.path.parent.name == "launch":
-        return "engines and clusters"
-    return "sandbox" if item.path.parent.name == "sandbox" else item.path.name
 
 
 @pytest.fixture(scope="session")

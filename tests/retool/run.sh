@@ -45,12 +45,11 @@ scripts=(examples/retool/*.sh examples/retool/*/*.sh tests/retool/run.sh)
 if [[ -e .ci/run ]]; then scripts+=(.ci/run); fi
 shellcheck "${scripts[@]}"
 own_tests=(tests/retool)
-processes=(--numprocesses logical --maxprocesses 4 --dist loadgroup) # some wait for engines: conftest.py parts them
 for argument in "$@"; do # a file or folder that is named takes the place of all of them
-    if [[ -e ${argument%%::*} ]]; then own_tests=() processes=(); fi
+    if [[ -e ${argument%%::*} ]]; then own_tests=(); fi
 done
 # Not in TMPDIR, which may be small, or mounted so that nothing in it can be executed.
 TMPDIR=$(mktemp -d "$RETOOL_CACHE/tests.XXXXXX")
 export TMPDIR
 trap 'rm -rf "$TMPDIR"' EXIT
-"$python" -m pytest "${processes[@]}" "$@" "${own_tests[@]}"
+"$python" -m pytest "$@" "${own_tests[@]}"
