@@ -25,9 +25,8 @@ def fill_in(args: Any, sample: Any, top_p_sets: bool) -> None:
     length, rows = sample.response_length, max(0, len(sample.tokens) - 1)
     centering = getattr(args, "use_score_centering", False)
     if getattr(args, "rollout_top_p", 1.0) != 1.0:
-        if (
-            top_p_sets and _length(sample.rollout_top_p_token_offsets) != length + 1
-        ):  # empty, as observations have them
+        if top_p_sets and _length(sample.rollout_top_p_token_offsets) != length + 1:
+            # Empty sets, as observations have them.
             sample.rollout_top_p_token_ids = numpy.zeros(0, numpy.int32)
             sample.rollout_top_p_token_offsets = numpy.zeros(length + 1, numpy.int32)
             sample.rollout_top_p_log_probs = numpy.zeros(0, numpy.float32) if centering else None

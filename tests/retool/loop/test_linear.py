@@ -128,7 +128,7 @@ def test_a_reward_of_32k_tokens_takes_milliseconds(frame, piece):
     """Under 50 ms where it was measured, which is ten times the loop over the text; a busy machine is given twice that."""
     work = work_of(framed(frame, piece, 120_000))["reward"]
     for _ in range(4):
-        taken = seconds(work, tries=1) / seconds(yardstick, tries=1)
+        taken = seconds(work) / seconds(yardstick)
         if taken < 20:
             break
     assert taken < 20
@@ -139,4 +139,4 @@ def test_many_turns_are_read_once():
         return ("x = \\boxed{1} so <code>1</code>\n\n<interpreter>\n1\n</interpreter>\n\n") * turns
 
     once, twice = (work_of(response(turns))["reward"] for turns in (500, 1000))
-    assert seconds(twice) < 3 * seconds(once) + 0.002
+    assert seconds(twice, tries=2) < 3 * seconds(once, tries=2) + 0.002

@@ -252,8 +252,8 @@ class Confinement:
 
     Attributes:
         missing: layers that do not hold, and why.
-        steps, last_steps: of a child, before and after its descriptors are closed (Landlock's ruleset is one). Pairs
-            of a name and a call, bound to its arguments once, as what a child looks up is pages to copy. A call that
+        steps, last_steps: of a child, before and after its descriptors are closed (Landlock's ruleset is one). By
+            name, in order, calls bound to their arguments once, as what a child looks up is pages to copy. A call that
             raises, or returns something else than nothing or 0, ends the child, which says the name.
         epoll, ended: what the worker waits on; readable when a child has ended.
     """
