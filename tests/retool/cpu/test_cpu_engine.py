@@ -37,8 +37,8 @@ def real(tmp_path_factory):
     tmpdir.mkdir()
     machine = {"PATH": str(without_compilers(folder / "bin")), "TMPDIR": str(tmpdir)}
     terminal = {"FORCE_COLOR": "1", "COLUMNS": "140"}
-    options = ("--limit", 6, "--max-tokens", 320)
-    process = start(folder, *options, "--output", folder / "out", "--keep-engine", **machine, **terminal)
+    options = ("--limit", 6, "--max-tokens", 320, "--output", folder / "out", "--keep-engine")
+    process = start(folder, *options, **machine, **terminal)
     started: set[int] = set()
     wait_for(lambda: process.poll() is not None or started.update(descendants(process.pid)) or len(started) > 3, 600)
     first = finish(process)
@@ -47,7 +47,8 @@ def real(tmp_path_factory):
     url, pid = kept[1], int(kept[2])
     try:
         began = time.monotonic()
-        process = start(folder, *options, "--output", folder / "again", "--engine", url, **machine)
+        options = ("--limit", 2, "--max-tokens", 64, "--output", folder / "again", "--engine", url)
+        process = start(folder, *options, **machine)
         assert process.stdout
         while (line := process.stdout.readline()) and "problems from" not in line:
             pass
@@ -99,8 +100,9 @@ def test_a_second_run_starts_at_once_on_the_engine_that_was_kept(real):
     """Measured 5 seconds until it hands its samples out, on two busy cores; an engine takes a minute to start."""
     assert real.second.code == 0, real.second.out + real.second.err
     assert real.waited < 20
-    prompts = [{sample["index"]: sample["prompt"] for sample in run} for run in (real.samples, real.again)]
-    assert prompts[0] == prompts[1] and len(prompts[0][0]) > 1, "the packaged model keeps its worked examples"
+    first, again = ({sample["index"]: sample["prompt"] for sample in run} for run in (real.samples, real.again))
+    assert again and again.items() <= first.items()
+    assert len(first[0]) > 1, "the packaged model keeps its worked examples"
 
 
 def test_a_real_run_leaves_nothing_in_tmpdir_and_shared_memory(real):
@@ -143,24 +145,28 @@ def test_a_real_run_leaves_no_process(real):
 
 def test_log_probs_that_are_shifted_by_a_token_are_found(real):
     folder = str(model.packaged_model(Path(ENVIRONMENT["RETOOL_CACHE"])))
-    samples = [SimpleNamespace(**sample) for sample in real.samples]
-    assert report.compare_log_probs(folder, samples).mean < 1e-4
+    shortest = sorted(real.samples, key=lambda sample: sample["response_length"])[:2]
+    samples = [SimpleNamespace(**sample) for sample in shortest]
     for shifted in samples:
         shifted.rollout_log_probs = [0.0, *shifted.rollout_log_probs[:-1]]
     assert report.compare_log_probs(folder, samples).mean > options.parse_options([]).logprob_limit
 
 
-def test_an_engine_whose_worker_is_killed_is_reported_by_that(tmp_path):
+def test_an_engine_whose_process_is_killed_is_reported_by_that(tmp_path):
     """As the kernel does it where memory runs out; the log ends with requests and the shutdown of the rest."""
     process = start(tmp_path, "--output", tmp_path / "out")
     log = tmp_path / "out" / "engine.log"
     wait_for(lambda: log.exists() and "/inference/v1/generate HTTP" in log.read_text(), timeout=600)
-    [worker] = [
-        pid for pid in descendants(process.pid) if b"VLLM::Worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    [core] = [
+        pid for pid in descendants(process.pid) if b"VLLM::EngineCore" in Path(f"/proc/{pid}/cmdline").read_bytes()
     ]
-    os.kill(worker, signal.SIGKILL)
+    os.kill(core, signal.SIGKILL)
     error = the_error(finish(process, timeout=120))
-    assert "vLLM ended during the rollout" in error and "died unexpectedly" in error and "memory runs out" in error
+    assert (
+        "vLLM ended during the rollout" in error
+        and "engine core exited unexpectedly" in error
+        and "memory runs out" in error
+    )
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGKILL])

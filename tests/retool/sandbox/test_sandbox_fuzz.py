@@ -19,6 +19,7 @@ import pytest
 import tool_sandbox
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from retool.sandbox import call
 from retool.sandbox import policy as sandbox_policy
 from retool.sandbox import pool
 from retool.sandbox.results import Reply, observation
@@ -195,6 +196,7 @@ def run_with_rogue_worker(monkeypatch, tmp_path, seed: str, start: bytes) -> lis
     script.write_text(ROGUE.format(seed=seed, start=start, letters=LETTERS))
     monkeypatch.setattr(pool, "WORKER_FILE", script)
     monkeypatch.setattr(pool, "MAX_START_SECONDS", 1.0)
+    monkeypatch.setattr(call, "MAX_RESPONSE_SECONDS", 0.5)
 
     async def calls():
         sandbox = jail.sandbox(timeout=0.3)
