@@ -113,6 +113,34 @@ def landlock_abi() -> int:
     return max(0, _libc.syscall(444, None, ctypes.c_size_t(0), ctypes.c_uint(1)))
 
 
+def processor_wait() -> float:
+    """Seconds for which this thread was ready to run while others had the processor."""
+    return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
+
+
+@contextlib.asynccontextmanager
+async def loop_holds(pause: float = 0.0):
+    """A list, filled with how many seconds the event loop was held at each look, one every `pause` seconds.
+
+    What other processes held it up is not counted: the machine may be busy with more than the test.
+    """
+    holds: list[float] = []
+
+    async def watch():
+        while True:
+            waited, started = processor_wait(), time.perf_counter()
+            await asyncio.sleep(pause)
+            held = time.perf_counter() - started - pause
+            holds.append(held - (processor_wait() - waited))
+
+    watcher = asyncio.create_task(watch())
+    try:
+        yield holds
+        await asyncio.sleep(2 * pause)  # so that whatever held the loop last is in the list too
+    finally:
+        watcher.cancel()
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # The world outside
 

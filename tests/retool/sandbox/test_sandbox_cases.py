@@ -11,6 +11,7 @@ import textwrap
 import time
 from pathlib import Path
 
+import jail
 import pytest
 import tool_sandbox
 from retool.sandbox import policy as sandbox_policy
@@ -263,20 +264,11 @@ def test_how_the_host_was_started_changes_no_result_and_the_parsers_advice_fills
 
 async def lag_during(code: str) -> tuple[float, ToolOutput]:
     """The longest that the loop was held, in seconds, and the observation."""
-    sandbox, lags, done = PythonSandbox(20, "1GB"), [], False
-
-    async def watch():
-        while not done:
-            started = time.perf_counter()
-            await asyncio.sleep(0)
-            lags.append(time.perf_counter() - started)
-
+    sandbox = PythonSandbox(20, "1GB")
     await sandbox.execute_code("print(1)")
-    watcher = asyncio.create_task(watch())
-    result = await sandbox.execute_code(code)
-    done = True
-    await watcher
-    return max(lags), result
+    async with jail.loop_holds() as holds:
+        result = await sandbox.execute_code(code)
+    return max(holds), result
 
 
 def nested(depth: int) -> str:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import shutil
 import signal
 import sys
 import time
@@ -15,19 +16,47 @@ pytestmark = pytest.mark.ray
 
 EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "retool"
 CALLS = 48
+PYTHONS_OWN = shutil.ignore_patterns("__pycache__")
 EXPECTED = [f"Output:\n{n * n}" for n in range(CALLS)]
 
 
 @pytest.fixture(scope="module")
-def cluster():
+def plugin(tmp_path_factory) -> Path:
+    """A copy, so that its sandboxes are told from any other on this machine by where they come from."""
+    return Path(shutil.copytree(EXAMPLE, tmp_path_factory.mktemp("plugin") / "retool", ignore=PYTHONS_OWN))
+
+
+@pytest.fixture(scope="module")
+def cluster(plugin):
     ray.init(
         num_cpus=2,
         include_dashboard=False,
         log_to_driver=False,
-        runtime_env={"env_vars": {"PYTHONPATH": os.pathsep.join([str(EXAMPLE), *filter(None, sys.path)])}},
+        runtime_env={"env_vars": {"PYTHONPATH": os.pathsep.join([str(plugin), *filter(None, sys.path)])}},
     )
     yield
     ray.shutdown()
+
+
+@pytest.fixture
+def sandboxes(plugin):
+    """Finds the processes of the plugin's sandboxes: they have its folder among their arguments."""
+
+    def find(ticks: int = 0) -> set[int]:
+        """Those that used so much of a processor."""
+        found = set()
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit():
+                with contextlib.suppress(OSError):
+                    used = (entry / "stat").read_text().rpartition(") ")[2].split()[11:13]
+                    if (
+                        os.fsencode(plugin / "retool" / "sandbox") in (entry / "cmdline").read_bytes()
+                        and sum(map(int, used)) >= ticks
+                    ):
+                        found.add(int(entry.name))
+        return found
+
+    return find
 
 
 async def squares() -> list[str]:
@@ -54,18 +83,6 @@ class Host:
 
     async def last_for_ever(self) -> None:
         await last_for_ever()
-
-
-def sandboxes(ticks: int = 0) -> set[int]:
-    """The processes of all sandboxes, started with the worker's file as an argument, that used so much of a processor."""
-    found = set()
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with contextlib.suppress(OSError):
-                used = (entry / "stat").read_text().rpartition(") ")[2].split()[11:13]
-                if b"retool/sandbox" in (entry / "cmdline").read_bytes() and sum(map(int, used)) >= ticks:
-                    found.add(int(entry.name))
-    return found
 
 
 def settled(measure, expected, seconds: float = 20.0):
@@ -106,7 +123,7 @@ class Report:
 
 
 @pytest.mark.parametrize("way", ["kill -9", "cancel", "force"])
-def test_nothing_is_left_of_a_task_that_ends_with_a_call_in_flight(cluster, way):
+def test_nothing_is_left_of_a_task_that_ends_with_a_call_in_flight(cluster, sandboxes, way):
     before = sandboxes(ticks=20)  # a worker of Ray is used again, with its pre-forked children
     report = ray.remote(Report).options(num_cpus=0).remote()
     task = ray.remote(last_for_ever_in_a_task).options(max_retries=0).remote(report)
@@ -135,7 +152,7 @@ def test_an_infrastructure_error_reaches_a_driver_that_does_not_have_the_plugin(
 
 
 @pytest.mark.parametrize("way", ["ray.kill", "kill -9", "cancel"])
-def test_nothing_is_left_of_an_actor_that_ends_with_calls_in_flight(cluster, way):
+def test_nothing_is_left_of_an_actor_that_ends_with_calls_in_flight(cluster, sandboxes, way):
     before = sandboxes()
     host = ray.remote(Host).remote()
     process, _ = ray.get(host.about.remote())
