@@ -279,7 +279,7 @@ def other_cluster():
     home.mkdir()
     program = (
         "import json, os, sys, ray, psutil, time\n"
-        f"ray.init(num_cpus=1, num_gpus=0, include_dashboard=False, _temp_dir={folder!r})\n"
+        f"ray.init(address='local', num_cpus=1, num_gpus=0, include_dashboard=False, _temp_dir={folder!r})\n"
         "@ray.remote\nclass A:\n    def ping(self): return os.getpid()\n"
         "a = A.remote()\nray.get(a.ping.remote())\n"
         "print(json.dumps([p.pid for p in psutil.Process().children(recursive=True)]), flush=True)\n"

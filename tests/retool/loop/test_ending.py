@@ -118,7 +118,7 @@ def own_rollout(args, rollout_id, data_source):
     thread.start()
     thread.join()
 
-ray.init(num_cpus=1, include_dashboard=False, runtime_env={"env_vars": {"PYTHONPATH": os.environ["PYTHONPATH"]}})
+ray.init(address="local", num_cpus=1, include_dashboard=False, runtime_env={"env_vars": {"PYTHONPATH": os.environ["PYTHONPATH"]}})
 manager = Manager.remote(sys.argv[1])
 ray.get(manager.__ray_ready__.remote())
 print("ready", time.monotonic(), flush=True)

@@ -68,7 +68,7 @@ def cancelled(distributed):
     on = asyncio.run(main())
     return {"goes_on": on, "abort_mode": read[0]}
 
-ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False,
+ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False,
     runtime_env={"env_vars": {"PYTHONPATH": os.environ["PYTHONPATH"]}})
 print(json.dumps({"local": cancelled(False), "posters": cancelled(True)}), flush=True)
 os._exit(0)

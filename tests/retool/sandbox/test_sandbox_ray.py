@@ -29,6 +29,7 @@ def plugin(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def cluster(plugin):
     ray.init(
+        address="local",  # a cluster of its own, whatever runs here already
         num_cpus=2,
         include_dashboard=False,
         log_to_driver=False,
