@@ -97,7 +97,7 @@ def test_a_real_run_succeeds(real):
 
 
 def test_a_second_run_starts_at_once_on_the_engine_that_was_kept(real):
-    """Measured 5 seconds until it hands its samples out, on two busy cores; an engine takes a minute to start."""
+    """Measured 5 seconds until it hands its samples out, on two busy cores; an engine takes most of a minute to start."""
     assert real.second.code == 0, real.second.out + real.second.err
     assert real.waited < 20
     first, again = ({sample["index"]: sample["prompt"] for sample in run} for run in (real.samples, real.again))

@@ -222,6 +222,20 @@ def test_a_port_in_use_ends_the_run(tmp_path, monkeypatch):
             servers.start_router(engine, tmp_path)
 
 
+def test_the_engine_computes_with_a_thread_for_each_core_that_it_may_use(tmp_path, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(servers, "start_server", lambda *arguments: arguments[-1])
+    ours = os.sched_getaffinity(0)
+    assert 1 <= int(servers.start_engine(fake_model(tmp_path), 1, tmp_path)["OMP_NUM_THREADS"]) <= len(ours)
+    os.sched_setaffinity(0, {min(ours)})
+    try:
+        assert servers.start_engine(fake_model(tmp_path), 1, tmp_path)["OMP_NUM_THREADS"] == "1"
+    finally:
+        os.sched_setaffinity(0, ours)
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    assert servers.start_engine(fake_model(tmp_path), 1, tmp_path)["OMP_NUM_THREADS"] == "7"
+
+
 def test_a_server_that_dies_while_it_starts_ends_the_run(tmp_path):
     command = [sys.executable, "-c", "import sys; sys.exit('SomeError: no memory')"]
     server = servers.start_server("vLLM", command, free_ports(1)[0], tmp_path / "engine.log", {})
