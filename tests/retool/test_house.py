@@ -238,6 +238,20 @@ def test_vimes_pre_commit_hooks_pass(hook, tmp_path):
 
 
 @pytest.mark.skipif(IN_VIME, reason="the configuration is vime's")
+@pytest.mark.parametrize("name", ["retool", "cpu", "view", "launch", "jail"])
+def test_the_style_is_the_same_in_a_clone_that_is_called_as_a_module_is(name, tmp_path):
+    pytest.importorskip("isort", reason="isort is not installed: bash tests/retool/run.sh installs it")
+    clone = tmp_path / name
+    for path in [ROOT / "pyproject.toml", *(path for path in our_files() if path.suffix == ".py")]:
+        copy = clone / shown(path)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, copy)
+    command = [sys.executable, "-m", "isort", "--check", "."]
+    result = subprocess.run(command, cwd=clone, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.skipif(IN_VIME, reason="the configuration is vime's")
 def test_every_hook_is_run_in_the_version_that_the_configuration_names():
     configuration = (ROOT / ".pre-commit-config.yaml").read_text()
     assert set(re.findall(r"- id: (\S+)", configuration)) == HOOKS.keys() | IN_THE_TEST_COMMAND

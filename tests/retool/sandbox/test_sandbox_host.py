@@ -627,6 +627,29 @@ def test_calls_work_whatever_limits_the_host_was_started_under(host):
     assert done.stdout.split() == SIXTEEN_OUTPUTS, done.stderr
 
 
+@pytest.mark.parametrize(
+    "code", ["print(1)", "# " + "x" * reviewer.LONG_CODE_CHARS + "\nprint(1)"], ids=["short", "long"]
+)
+def test_an_interpreter_that_needs_a_variable_to_find_its_libraries_is_started_with_it(tmp_path, code):
+    """A cluster's module system sets it. A script stands in for the interpreter; calls see nothing of the variable."""
+    program = tmp_path / "python"
+    program.write_text(f'#!/bin/sh\ntest -n "$LD_LIBRARY_PATH" && exec "{sys.executable}" "$@"\n')
+    program.chmod(0o755)
+    done = run_host(
+        f"""
+        import asyncio, os, sys
+        from tool_sandbox import PythonSandbox
+        sys.executable, os.environ["LD_LIBRARY_PATH"] = {str(program)!r}, "/opt/libraries"
+        sandbox = PythonSandbox(20, "1GB")
+        print(asyncio.run(sandbox.execute_code({code!r})))
+        sandbox._check_code_safety = lambda code: (True, "")
+        print(asyncio.run(sandbox.execute_code("import os\\nprint(sorted(os.environ))")))
+        """
+    )
+    assert done.stdout.startswith("Output:\n1\nOutput:\n"), done.stderr
+    assert "LD_" not in done.stdout.replace("LD_BIND_NOW", "")
+
+
 def test_a_call_is_told_of_its_time_and_its_end_in_a_host_that_ignores_and_blocks_signals():
     done = run_host(
         """

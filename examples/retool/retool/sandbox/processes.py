@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from typing import Any
@@ -15,9 +16,14 @@ ENVIRONMENT = {
     **{f"{library}_NUM_THREADS": "1" for library in ("OPENBLAS", "OMP", "MKL", "NUMEXPR", "VECLIB_MAXIMUM")},
 }
 
+LOADER_VARIABLES = ("LD_LIBRARY_PATH",)  # worker.py takes them out of its environment
+
 
 def start_python(*arguments: str, **options: Any) -> subprocess.Popen[bytes]:
     """Start an interpreter that sees nothing of the host: no environment, no site, no descriptors, no terminal.
+
+    It keeps where the host's own interpreter finds its shared libraries: a cluster's module system, or a Python that
+    lies where it was not built for, says so in a variable, without which it does not start.
 
     Args:
         arguments: of the interpreter.
@@ -28,7 +34,8 @@ def start_python(*arguments: str, **options: Any) -> subprocess.Popen[bytes]:
     """
     streams: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
     command = [sys.executable, "-I", "-S", *arguments]
+    environment = ENVIRONMENT | {name: os.environ[name] for name in LOADER_VARIABLES if name in os.environ}
     try:
-        return subprocess.Popen(command, cwd="/", env=ENVIRONMENT, start_new_session=True, **(streams | options))
+        return subprocess.Popen(command, cwd="/", env=environment, start_new_session=True, **(streams | options))
     except OSError as error:
         raise SandboxError(f"cannot start {' '.join(command)}: {error}") from error

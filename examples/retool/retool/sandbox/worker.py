@@ -671,6 +671,7 @@ class Worker:
 
 def main(notebook: types.ModuleType) -> None:
     """`notebook`: the module of that name, which runs a call in its child."""
+    os.environ.pop("LD_LIBRARY_PATH", None)  # the loader has read it, and calls are not told of the host's folders
     control = socket.socket(fileno=int(sys.argv.pop()))
     settings = Settings(**marshal.loads(control.recv(MAX_REQUEST_BYTES)))
     try:
