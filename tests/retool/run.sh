@@ -52,6 +52,4 @@ done
 TMPDIR=$(mktemp -d "$RETOOL_CACHE/tests.XXXXXX")
 export TMPDIR
 trap 'rm -rf "$TMPDIR"' EXIT
-# Two files at a time, since most tests wait rather than compute; in the order of the folders, the longest of which come
-# first. Another -n after it takes its place, as -n 0 does, with which one can debug.
-"$python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@" "${own_tests[@]}"
+"$python" -m pytest "$@" "${own_tests[@]}"
