@@ -120,7 +120,7 @@ unpack() ( # unpack PACKAGES ...: them and what they need that is not installed,
     wrap_pythons
 )
 
-# An unpacked Python has to find its libraries in whatever environment it is started: the sandbox's has no variables.
+# An unpacked Python has to find its libraries outside of these scripts too, where use_unpacked has set no variable.
 wrap_pythons() {
     local program folder folders=''
     for folder in "$unpacked"/usr/lib/*-linux-gnu "$unpacked"/lib/*-linux-gnu; do

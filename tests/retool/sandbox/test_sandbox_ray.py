@@ -16,14 +16,14 @@ pytestmark = pytest.mark.ray
 
 EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "retool"
 CALLS = 48
-PYTHONS_OWN = shutil.ignore_patterns("__pycache__")
 EXPECTED = [f"Output:\n{n * n}" for n in range(CALLS)]
 
 
 @pytest.fixture(scope="module")
 def plugin(tmp_path_factory) -> Path:
     """A copy, so that its sandboxes are told from any other on this machine by where they come from."""
-    return Path(shutil.copytree(EXAMPLE, tmp_path_factory.mktemp("plugin") / "retool", ignore=PYTHONS_OWN))
+    ignored = shutil.ignore_patterns("__pycache__")
+    return shutil.copytree(EXAMPLE, tmp_path_factory.mktemp("plugin") / "retool", ignore=ignored)
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +42,7 @@ def cluster(plugin):
 @pytest.fixture
 def sandboxes(plugin):
     """Finds the processes of the plugin's sandboxes: they have its folder among their arguments."""
+    folder = os.fsencode(plugin / "retool" / "sandbox")
 
     def find(ticks: int = 0) -> set[int]:
         """Those that used so much of a processor."""
@@ -50,10 +51,7 @@ def sandboxes(plugin):
             if entry.name.isdigit():
                 with contextlib.suppress(OSError):
                     used = (entry / "stat").read_text().rpartition(") ")[2].split()[11:13]
-                    if (
-                        os.fsencode(plugin / "retool" / "sandbox") in (entry / "cmdline").read_bytes()
-                        and sum(map(int, used)) >= ticks
-                    ):
+                    if folder in (entry / "cmdline").read_bytes() and sum(map(int, used)) >= ticks:
                         found.add(int(entry.name))
         return found
 

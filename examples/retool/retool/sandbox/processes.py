@@ -16,14 +16,12 @@ ENVIRONMENT = {
     **{f"{library}_NUM_THREADS": "1" for library in ("OPENBLAS", "OMP", "MKL", "NUMEXPR", "VECLIB_MAXIMUM")},
 }
 
-LOADER_VARIABLES = ("LD_LIBRARY_PATH",)  # worker.py takes them out of its environment
-
 
 def start_python(*arguments: str, **options: Any) -> subprocess.Popen[bytes]:
     """Start an interpreter that sees nothing of the host: no environment, no site, no descriptors, no terminal.
 
     It keeps where the host's own interpreter finds its shared libraries: a cluster's module system, or a Python that
-    lies where it was not built for, says so in a variable, without which it does not start.
+    lies where it was not built for, says so in LD_LIBRARY_PATH, without which it does not start. The worker takes it out of its environment.
 
     Args:
         arguments: of the interpreter.
@@ -34,7 +32,7 @@ def start_python(*arguments: str, **options: Any) -> subprocess.Popen[bytes]:
     """
     streams: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
     command = [sys.executable, "-I", "-S", *arguments]
-    environment = ENVIRONMENT | {name: os.environ[name] for name in LOADER_VARIABLES if name in os.environ}
+    environment = ENVIRONMENT | {name: value for name, value in os.environ.items() if name == "LD_LIBRARY_PATH"}
     try:
         return subprocess.Popen(command, cwd="/", env=environment, start_new_session=True, **(streams | options))
     except OSError as error:
