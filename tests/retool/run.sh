@@ -44,12 +44,74 @@ fi
 scripts=(examples/retool/*.sh examples/retool/*/*.sh tests/retool/run.sh)
 if [[ -e .ci/run ]]; then scripts+=(.ci/run); fi
 shellcheck "${scripts[@]}"
-own_tests=(tests/retool)
-for argument in "$@"; do # a file or folder that is named takes the place of all of them
-    if [[ -e ${argument%%::*} ]]; then own_tests=(); fi
-done
 # Not in TMPDIR, which may be small, or mounted so that nothing in it can be executed.
 TMPDIR=$(mktemp -d "$RETOOL_CACHE/tests.XXXXXX")
 export TMPDIR
 trap 'rm -rf "$TMPDIR"' EXIT
-"$python" -m pytest "$@" "${own_tests[@]}"
+for argument in "$@"; do # a file or folder that is named takes the place of all of them
+    if [[ -e ${argument%%::*} ]]; then
+        "$python" -m pytest "$@"
+        exit
+    fi
+done
+
+# Most tests wait for other processes rather than compute: two lanes run side by side, each about as long as the other,
+# and after them what measures time. A folder that is not named here is in the first one.
+waiting=(tests/retool/{cpu,launch,view} tests/retool/sandbox/test_sandbox_ray.py)
+timing=(tests/retool/sandbox/test_sandbox_load.py tests/retool/loop/test_linear.py)
+arguments=(--durations=10 "$@")
+if [[ -t 1 ]]; then arguments+=(--color=yes); fi
+declare -A running=() ended=()
+
+start() { # start LANE FILES ...: in the background, its output in a file
+    : >"$TMPDIR/$1.log"
+    "$python" -m pytest -o cache_dir=".pytest_cache/$1" "${arguments[@]}" "${@:2}" </dev/null &>>"$TMPDIR/$1.log" &
+    running[$1]=$!
+}
+
+finish() { # finish LANE: shows its output until it ends, and keeps its exit code
+    printf '\n=== %s\n' "$1"
+    tail -n +1 -s 0.2 -f --pid="${running[$1]}" "$TMPDIR/$1.log" &
+    ended[$1]=0
+    wait "${running[$1]}" || ended[$1]=$?
+    wait $!
+    unset "running[$1]"
+}
+
+# shellcheck disable=SC2329 # the traps call it
+stop() { # stop CODE: every pytest ends what its tests have started
+    trap '' INT TERM HUP
+    for lane in "${!running[@]}"; do
+        kill -INT "${running[$lane]}" 2>/dev/null || true
+    done
+    for lane in "${!running[@]}"; do
+        wait "${running[$lane]}" || true
+        printf '=== %s\n%s\n' "$lane" "$(tail -n 3 "$TMPDIR/$lane.log")"
+    done
+    exit "$1"
+}
+
+summary() { # the slowest of all, how each lane ended, and the exit code of them together
+    local result=5 # pytest's for no test, which is a failure only where -k or -m left none in any lane
+    printf '\n=== the ten slowest\n'
+    grep -hE '^[0-9.]+s (call|setup|teardown) ' "$TMPDIR"/*.log | sort -rn | head -n 10 || true
+    printf '\n'
+    for lane in computing waiting timing; do
+        printf '%-10s %s\n' "$lane" "$(tail -n 1 "$TMPDIR/$lane.log")"
+        if ((result == 5 || ended[$lane] % 5)); then result=${ended[$lane]}; fi
+    done
+    printf 'all of it took %d min %d s\n' $((SECONDS / 60)) $((SECONDS % 60))
+    exit "$result"
+}
+
+set -m # a process group for each, so that Ctrl-C comes to this script alone and once to each of them
+trap 'stop 130' INT
+trap 'stop 143' TERM
+trap 'stop 129' HUP
+start computing tests/retool "${waiting[@]/#/--ignore=}" "${timing[@]/#/--ignore=}"
+start waiting "${waiting[@]}"
+finish computing
+finish waiting
+start timing "${timing[@]}"
+finish timing
+summary
