@@ -133,7 +133,7 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-CODE_STOPS = ("</tool_call>", "</code>", "</function>")  # so that nothing written after an action is trained on
+CODE_STOPS = actions.STOP_TAGS
 MAX_REQUESTS_PER_TURN = 8  # a model that repeats a closing tag inside a string would otherwise ask for thousands
 
 
@@ -257,12 +257,13 @@ async def _sample_turn(episode: Episode) -> Turn:
         text = record_turn(episode, *completion)
         if completion.finish_reason == "length":
             return Turn(text, cut_by=binding)
-        reading = actions.read_action(episode.opened + text, tools=tool_registry.tools)
+        over = not text.endswith(CODE_STOPS)  # by the end token of the checkpoint, whatever that is
+        reading = actions.read_action(episode.opened + text, over, tool_registry.tools)
         episode.requests += 1
         incomplete = isinstance(reading.action, Incomplete) and completion.token_ids
         episode.turn_over = not incomplete or episode.requests == MAX_REQUESTS_PER_TURN
     if reading is None or isinstance(reading.action, Incomplete):
-        reading = actions.read_whole_turn(episode.opened + text, tool_registry.tools)
+        reading = actions.read_action(episode.opened + text, over=True, tools=tool_registry.tools)
     episode.hallucinated_here = reading.hallucinated
     return Turn(text, reading.action)
 

@@ -215,7 +215,7 @@ def _as_label(value: Any, name: str) -> str | None:
     text = str(value).strip()
     if (solved := _final_answer(text)) is not None:
         return solved
-    if len(text) > MAX_LABEL_CHARS or ("\n" in text and "\\begin" not in text):
+    if actions.find_boxes(text) or len(text) > MAX_LABEL_CHARS or ("\n" in text and "\\begin" not in text):
         raise RowError(f"{name} is a worked solution without '#### ...' or a box in it, and no label")
     return text
 
@@ -232,8 +232,7 @@ def _final_answer(text: str) -> str | None:
     _, mark, after = text.rpartition("####")
     if mark and after.strip():
         return re.sub(r"(?<=\d),(?=\d{3})", "", after.strip().splitlines()[0].strip().lstrip("$"))
-    boxes = actions.find_boxes(text)
-    return boxes[-1].content if boxes else None
+    return actions.last_box(text) or None
 
 
 def _first_present(data: dict[str, Any], names: Iterable[str]) -> Any:

@@ -230,7 +230,7 @@ def _split_prose(text: str) -> Iterator[Block]:
         end = text.find("</answer>", tag.end())
         if tag[0] == "</answer>":
             raise RowError("</answer> closes no block")
-        if end < 0 and not actions.find_boxes(text[start:]):
+        if end < 0 and not actions.last_box(text[start:]):
             break  # the words name the tag; RL sees no answer in that either
         if end < 0:
             raise RowError("unclosed <answer> block")
@@ -320,7 +320,7 @@ def final_text(text: str, answer: str | None) -> str:
     """
     source = text if answer is None else answer
     found = [box.content for box in actions.find_boxes(source)]
-    if not found:
+    if not found or not found[-1]:
         raise RowError("no final answer in a box")
     if answer is not None and len(set(found)) > 1:
         raise RowError("more than one box in the answer")

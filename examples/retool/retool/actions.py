@@ -7,7 +7,8 @@ the reward scores and what the SFT data is made of: nobody else reads these form
 tests/retool/cases/actions.jsonl.
 
 Invariants. An answer inside code, a thought or hallucinated tool output is none, finished or not, and neither is an echo
-of the instruction to write one. No stretch of text is read more than a few times.
+of the instruction to write one; a call inside a thought is a draft, unless it is a <code> block. No stretch of text is
+read more than a few times.
 """
 
 from __future__ import annotations
@@ -19,14 +20,16 @@ import textwrap
 from collections.abc import Collection, Mapping
 from typing import Any, Literal, NamedTuple
 
-from retool.blocks import BLANK, FENCE_IN_CODE, Scan, scan, xml_parameters
-from retool.chat import CODE_TOOL, TURN_ENDS, shorten
+from retool.blocks import BLANK, FENCE_IN_CODE, Block, Scan, scan, xml_parameters
+from retool.chat import CODE_TOOL, TURN_ENDS, shorten, without_turn_end
 
 # ---------------------------------------------------------------------------------------------------------------------
 # What a turn can be
 # ---------------------------------------------------------------------------------------------------------------------
 
 Dialect = Literal["tool_call", "code"]
+
+STOP_TAGS = ("</tool_call>", "</code>", "</function>")  # where generation stops: nothing after an action is trained on
 
 
 class Code(NamedTuple):
@@ -79,7 +82,7 @@ class Reading(NamedTuple):
 
 
 class Box(NamedTuple):
-    content: str
+    content: str  # "" where the box is broken: empty, or never closed
     end: int
     labeled: bool  # after "Answer:" or inside <answer>
 
@@ -92,7 +95,7 @@ class Box(NamedTuple):
 def read_action(
     text: str, over: bool | None = None, tools: Collection[str] = (CODE_TOOL,), in_thought: bool = False
 ) -> Reading:
-    """The last answer of a turn, else its first tool call or <code> block, else its first Python fence.
+    """The answer of a turn, else its first tool call or <code> block, else its first Python fence.
 
     Args:
         text: what the model has said in this turn.
@@ -107,21 +110,30 @@ def read_action(
 
 
 def _action(text: str, found: Scan, over: bool, tools: Collection[str]) -> Action:
-    if answer := last_answer(found.words, over):
+    answer = read_answer(found, over)
+    if answer and answer.content:
         return Answer(answer.content)
-    calls = [block for block in found.blocks if block.kind in ("tool_call", "code")]
+    calls = [block for block in _calls(found) if block.kind != "fence"]
     if found.incomplete and not calls:
         return Incomplete()
-    calls += [block for block in found.blocks if block.kind == "fence"]
-    if not calls:
-        # Generation stops at this tag, and here it closes nothing: it stands in a string, or in prose.
-        return Incomplete() if text.endswith("</function>") and not over else Invalid(_no_action(text))
+    calls = calls or _calls(found)
+    if not calls:  # generation stops at a stop tag, which here closes nothing: it stands in a string, or in prose
+        return Incomplete() if text.endswith(STOP_TAGS) and not over else Invalid(_no_action(text, found))
     first = calls[0]
     body = text[first.body : first.body_end]
     if first.kind == "tool_call":
         return _read_call_body(body, tools)
     program = source(body)
     return Code(program, "code") if program else Invalid("the code block is empty", "code")
+
+
+def _calls(found: Scan) -> list[Block]:
+    """What may be run. In a thought that is <code> alone: models that think in the other forms draft calls there."""
+    return [
+        block
+        for block in found.blocks
+        if block.kind == "code" or (block.kind != "hallucinated" and not block.in_thought)
+    ]
 
 
 def read_whole_turn(text: str, tools: Collection[str] = (CODE_TOOL,)) -> Reading:
@@ -134,8 +146,8 @@ def complete_actions_end(text: str) -> int:
     """The index after the last complete action of a turn, an answer's box included; the text's length without one."""
     over = is_over(text)
     found = scan(text, over)
-    answer = last_answer(found.words, over)
-    ends = [block.end for block in found.blocks if block.kind != "hallucinated"] + ([answer.end] if answer else [])
+    answer = read_answer(found, over)
+    ends = [block.end for block in _calls(found)] + ([answer.end] if answer and answer.content else [])
     return max(ends, default=len(text))
 
 
@@ -148,33 +160,72 @@ def is_over(text: str) -> bool:
 # ---------------------------------------------------------------------------------------------------------------------
 
 _ANSWER_MARKS = re.compile(
-    r"(?P<label>\banswer\b[*_ \t]*[:：])|(?P<tag><answer>)|(?P<tag_end></answer>)|(?P<box>\\boxed\s*\{)|(?P<line>\n)",
+    r"(?P<label>\banswer\b[*_ \t]*[:：])|(?P<tag><answer>)|(?P<tag_end></answer>)|(?P<line>\n)"
+    r"|(?P<box>\\(?:boxed|fbox)(?![A-Za-z]))",
     re.I,
 )
+_BOX_OPENS = re.compile(r"\s*\{")
+_BARE_BOX = re.compile(r"\s*([+-]?[0-9]+(?:\.[0-9]+)?|[A-Z](?![A-Za-z]))")  # \boxed 2
 _BRACES = re.compile(r"\\.|[{}]", re.S)
 _DECORATION = " \t\r*_$\\[](){}`#>"  # what may stand between "Answer:" and a box on a later line
 _CLOSERS = " \t\r\n.,;:!*_$)]}\\\"'`。．，、；：！）」』】”’"  # what may follow a box on the last line
 _PLACEHOLDER = re.compile(
-    r"(?:\\text\{)?[\s$<\[{]*(?:\.\.|…|\\[lc]?dots|(?:the |your |final |my )*answer(?: here)?)[\s$>\]}.…]*", re.I
+    r"(?:\\(?:text|mathrm)\{)?[\s$<\[{(]*(?:\.\.|…|\\[lc]?dots|\\square|[?\s]"
+    r"|(?:(?:the|your|final|my|numeric(?:al)?|correct) )*(?:answer|value|result|number|integer|solution)(?: here)?)"
+    r"[\s$>\]}).…?]*",
+    re.I,
 )
+# What an answer is made of, as against the name that an instruction has for it.
+_VALUE = re.compile(r"(?<![0-9_])(?<!_\{)[0-9]|\\(?:pi|infty|emptyset|varnothing)(?![A-Za-z])|[π∞∅]")
+_WORD_OF_ANSWER = re.compile(r"(?:\\text\{)?\(?(?:[A-E]|yes|no|true|false|none|even|odd|no solutions?)\)?\}?", re.I)
+_UNDERSCORES = re.compile(r"\\?_")
 _BLANKS = re.compile(f"{BLANK}+")
 
 
-def last_answer(words: str, over: bool) -> Box | None:
-    """The last labeled box, or one that nothing but punctuation follows in a turn that ended."""
-    boxes = find_boxes(words)
-    if over and boxes:
-        tail = words[boxes[-1].end :].rstrip()
-        for chat_token in TURN_ENDS:
-            tail = tail.removesuffix(chat_token).rstrip()
-        if not tail.strip(_CLOSERS):
-            return boxes[-1]
-    return next((box for box in reversed(boxes) if box.labeled), None)
+def read_answer(found: Scan, over: bool) -> Box | None:
+    """What became of the last box of a turn: the answer, or, with no content, none. None where there is no box.
+
+    A box that is labeled is an answer in any turn; another one in a turn that ended by itself, without a call, or with
+    nothing but punctuation behind the box. The box before a broken one, or before one that is no answer yet, is what the
+    model has turned away from. Before a call, a label may introduce the form of the answer: there the box must hold what
+    could be one.
+    """
+    boxes = find_boxes(found.words)
+    if not boxes or not boxes[-1].content:
+        return boxes[-1] if boxes else None
+    last, calls = boxes[-1], _calls(found)
+    if last.labeled:
+        goes_on = found.incomplete or (not over and found.words.endswith(STOP_TAGS))
+        goes_on = goes_on or any(call.start >= last.end for call in calls)
+        is_answer = not goes_on or could_be_answer(last.content)
+    else:
+        is_answer = over and (not calls or not without_turn_end(found.words[last.end :]).strip(_CLOSERS))
+    return last if is_answer else last._replace(content="")
+
+
+def _content_of(words: str, command_end: int, closing: dict[int, int]) -> tuple[str | None, int]:
+    """What the box of a command holds, and where it ends: "" where it is broken, None where it is a mention."""
+    if opener := _BOX_OPENS.match(words, command_end):
+        close = closing.get(opener.end() - 1)
+        return ("", command_end) if close is None else (words[opener.end() : close].strip(), close + 1)
+    if bare := _BARE_BOX.match(words, command_end):
+        return bare[1], bare.end()
+    return (None if words[command_end:].strip() else ""), command_end
+
+
+def could_be_answer(content: str) -> bool:
+    """Whether a box holds a value, and not "value", "n" or "m+n"."""
+    return bool(_VALUE.search(content) or _WORD_OF_ANSWER.fullmatch(content))
+
+
+def last_box(words: str) -> str:
+    """What the last box of a text holds; "" without one, or where it is broken."""
+    return next((box.content for box in reversed(find_boxes(words))), "")
 
 
 def find_boxes(words: str) -> list[Box]:
-    """Every complete box that holds something of its own, in order: the dots of the instruction are no answer."""
-    if "\\boxed" not in words:  # most turns call a tool
+    """Every box, in order, broken ones too; not the dots of the instruction, and not a mention of the command."""
+    if "\\boxed" not in words and "\\fbox" not in words:  # most turns call a tool
         return []
     closing: dict[int, int] = {}
     opened: list[int] = []
@@ -192,15 +243,13 @@ def find_boxes(words: str) -> list[Box]:
         if mark.start() < box_end:  # inside the box before
             continue
         if mark.lastgroup == "box":
-            close = closing.get(mark.end() - 1, mark.end())
+            content, end = _content_of(words, mark.end(), closing)
             blank = bisect.bisect_left(blanks, mark.end())
-            if blank < len(blanks) and blanks[blank] < close:
-                continue
-            content = words[mark.end() : close].strip()
-            if content:
-                box_end = close + 1
-                if not _PLACEHOLDER.fullmatch(content):
-                    boxes.append(Box(content, box_end, labeled=label is not None))
+            if blank < len(blanks) and blanks[blank] < end:
+                content, end = "", mark.end()
+            box_end = end if content else mark.end()
+            if content is not None and not _PLACEHOLDER.fullmatch(_UNDERSCORES.sub(" ", content)):
+                boxes.append(Box(content, box_end, labeled=label is not None))
         elif mark.lastgroup == "line":
             said_nothing = not words[line_from : mark.start()].strip(_DECORATION)
             if label == "label" and not said_nothing:
@@ -313,7 +362,9 @@ def _load_json(text: str) -> Any:
         return json.loads(known, strict=False)
 
 
-def _no_action(text: str) -> str:
+def _no_action(text: str, found: Scan) -> str:
+    if any(block.in_thought for block in found.blocks):
+        return "the call stands inside a thought, where none is run: write </think> before it"
     if "<tool_call>" in text:
         return "the tool call is not complete: its JSON object or its </tool_call> is missing"
     if "<function=" in text:

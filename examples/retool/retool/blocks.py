@@ -8,16 +8,17 @@ string is text.
 
 Invariant: no stretch of text is read more than a few times. Tests double the text and watch the time.
 
-This module imports nothing of the project but the tokens that end a turn.
+This module imports nothing of the project but what ends a turn.
 """
 
 from __future__ import annotations
 
+import bisect
 import re
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
-from retool.chat import TURN_ENDS
+from retool.chat import without_turn_end
 
 
 class Block(NamedTuple):
@@ -28,6 +29,7 @@ class Block(NamedTuple):
     body: int
     body_end: int
     end: int
+    in_thought: bool = False
 
 
 class Scan(NamedTuple):
@@ -45,7 +47,8 @@ _OPENERS = re.compile(
 _CALL_TAGS = re.compile(r"</?tool_call>")
 _CALL_LOOKS_CLOSED = re.compile(r"\}\s*</tool_call>")
 _JSON_PIECES = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"|["{}]|</?tool_call>', re.S)
-_SPACE = re.compile(r"\s*")
+_CALL_BODY = re.compile(r"\s*(?:```(?:json)?[ \t\r]*\n\s*(?=\{))?")
+_JSON_OBJECT = re.compile(r"\s*(?=\{)")
 # Qwen3-Coder's calls.
 _FUNCTION = re.compile(r"<function=([^<>\s]*)>")
 _FUNCTION_TAGS = re.compile(r"<function=|</function>|</tool_call>")
@@ -68,9 +71,14 @@ _PYTHON_PIECES = re.compile(_PYTHON_STRINGS + r"|#[^\n<]*(?:<(?!/?code>)[^\n<]*)
 _FENCED_PIECES = re.compile(_PYTHON_STRINGS + r"|#[^\n`]*(?:`(?!``)[^\n`]*)*|</?code>", re.S)
 _PARAMETER_PIECES = re.compile(_PYTHON_STRINGS + r"|" + _PARAMETER_END.pattern, re.S)
 _FENCE_END = re.compile(r"^[ \t]*```(?!\w)|```[ \t\r]*$", re.M)
+_FENCE_PIECES = re.compile(rf"{_PYTHON_STRINGS}|#[^\n`]*(?:`(?!``)[^\n`]*)*|{_FENCE_END.pattern}", re.S | re.M)
 _LOOSE_FENCE_END = re.compile(r"^[ \t]*```(?!(?:python3?|py)[ \t\r]*$)", re.M | re.I)
+# What stands between two tags that a sentence speaks of, or in the form that the system text shows.
+_MENTIONED = re.compile(r"""[A-Za-z\s,.;:!?'"’`…{}-]*|[^<]*<function-name>.*""", re.S)
+_QUOTES = {"`": "`", "'": "'", '"': '"', "“": "”", "‘": "’"}
 FENCE_IN_CODE = re.compile(r"\s*```(?:python3?|py)?[ \t\r]*\n", re.I)
 BLANK = "\0"
+MAX_MENTION_CHARS = 200
 MAX_REREADINGS = 2  # of stretches that a reader gave up on; more of them only in texts made for it
 
 
@@ -101,7 +109,7 @@ def scan(text: str, over: bool, in_thought: bool = False) -> Scan:
         over: whether no text follows in this turn.
         in_thought: whether a thought was opened before the text.
     """
-    turn = _Turn(text, over, _said(text))
+    turn = _Turn(text, over, len(without_turn_end(text)))
     blocks: list[Block] = []
     hidden = bytearray(len(text))
     unclosed: set[str] = set()
@@ -110,20 +118,21 @@ def scan(text: str, over: bool, in_thought: bool = False) -> Scan:
     incomplete = ends_thought = False
     # A thought that nobody told of may have been opened before: then its closing tag shows it.
     thought_from: int | None = 0
+    thoughts: list[tuple[int, int]] = []
     from_before = True
     position = 0
     while opener := _OPENERS.search(text, position):
         position = opener.end()
         tag = opener.group().strip().lower()
         tag = tag if tag.startswith("<") else "```"
-        if hidden[opener.start()] or tag in unclosed:
+        if hidden[opener.start()] or tag in unclosed or _is_quoted(text, opener):
             continue
         if tag == "<think>":
             if not in_thought:
                 thought_from, in_thought, from_before = opener.start(), True, False
         elif tag == "</think>":
             if thought_from is not None:
-                _hide(hidden, thought_from, opener.end())
+                thoughts.append((thought_from, opener.end()))
                 ends_thought = ends_thought or from_before
             thought_from, in_thought, from_before = None, False, False
         else:
@@ -143,7 +152,11 @@ def scan(text: str, over: bool, in_thought: bool = False) -> Scan:
             if reading.unclosed:
                 unclosed.add(tag)
     if in_thought and thought_from is not None:
-        _hide(hidden, thought_from, len(text))
+        thoughts.append((thought_from, len(text)))
+    for span in thoughts:
+        _hide(hidden, *span)
+    starts = [start for start, _ in thoughts]
+    blocks = [block._replace(in_thought=_lies_in(block, thoughts, starts)) for block in blocks]
     words = "".join(
         text[run.start() : run.end()] if run.group()[0] == 0 else BLANK * len(run.group())
         for run in re.finditer(rb"\x00+|\x01+", hidden)
@@ -151,12 +164,15 @@ def scan(text: str, over: bool, in_thought: bool = False) -> Scan:
     return Scan(blocks, words, incomplete, in_thought, ends_thought)
 
 
-def _said(text: str) -> int:
-    said = text.rstrip()
-    for chat_token in TURN_ENDS:
-        if said.endswith(chat_token):
-            return len(said.removesuffix(chat_token).rstrip())
-    return len(said)
+def _is_quoted(text: str, tag: re.Match[str]) -> bool:
+    """Whether the tag stands in quotation marks of its own: the sentence speaks of it."""
+    quote = _QUOTES.get(text[tag.start() - 1 : tag.start()])
+    return quote is not None and text.startswith(quote, tag.end())
+
+
+def _lies_in(block: Block, thoughts: list[tuple[int, int]], starts: list[int]) -> bool:
+    index = bisect.bisect_right(starts, block.start) - 1
+    return index >= 0 and block.start < thoughts[index][1]
 
 
 def _hide(hidden: bytearray, start: int, end: int) -> None:
@@ -187,12 +203,12 @@ def xml_parameters(body: str) -> tuple[str, dict[str, str]] | None:
 def _read_call(turn: _Turn, opener: re.Match[str]) -> _Found:
     """A <tool_call>: its object may hold the closing tag in a string, and raw newlines."""
     text, start = turn.text, opener.start()
-    body = _end(_SPACE.match(text, opener.end()))
+    body = _end(_CALL_BODY.match(text, opener.end()))
     if not text.startswith("{", body):
         if _FUNCTION.match(text, body):
             return _read_function_call(turn, start, body)
         tag = _CALL_TAGS.search(text, body)
-        if tag is None or tag.group() == "<tool_call>":  # a mention of the tag
+        if tag is None or tag.group() == "<tool_call>" or _is_mention(text, start, body, tag.start()):
             return _Found()
         return _Found(Block("tool_call", start, body, tag.start(), tag.end()))
 
@@ -203,6 +219,8 @@ def _read_call(turn: _Turn, opener: re.Match[str]) -> _Found:
         if token == "<tool_call>":  # the model began again
             return _Found(read_to=piece.start())
         if token == "</tool_call>":
+            if _is_mention(text, start, body, piece.start()):
+                return _Found()
             return _Found(Block("tool_call", start, body, piece.start(), piece.end()))
         if token == '"':
             return _read_call_in_string(turn, (start, body), piece.start(), tuple(strings))
@@ -240,7 +258,7 @@ def _read_call_in_string(
 def _read_function(turn: _Turn, opener: re.Match[str]) -> _Found:
     """A <function=...> without a <tool_call> around it: prose may speak of the tag, so it counts with what follows it."""
     tag = _FUNCTION.match(turn.text, opener.start())
-    if tag is None or not (_PARAMETER.match(turn.text, tag.end()) or _FUNCTION_END.match(turn.text, tag.end())):
+    if tag is None or not any(form.match(turn.text, tag.end()) for form in (_PARAMETER, _FUNCTION_END, _JSON_OBJECT)):
         return _Found()
     return _read_function_call(turn, opener.start(), opener.start())
 
@@ -253,6 +271,11 @@ def _read_function_call(turn: _Turn, start: int, body: int) -> _Found:
         return _Found(data=((data_from, len(text)),), incomplete=not turn.over, unclosed=True)
 
     position = _end(_FUNCTION.match(text, body))
+    if arguments := _JSON_OBJECT.match(text, position):
+        object_end = _json_end(text, arguments.end())
+        if object_end is None:
+            return unfinished(arguments.end())
+        position = object_end
     while parameter := _PARAMETER.match(text, position):
         value_end = _parameter_end(text, parameter.end())
         if value_end is None:  # a stop tag is part of the value, or the value is cut, or never closed
@@ -276,6 +299,18 @@ def _read_function_call(turn: _Turn, start: int, body: int) -> _Found:
         elif not turn.over and end >= turn.said:  # generation stopped within the call, whose closing tag is to come
             return unfinished(body)
     return _Found(Block("tool_call", start, body, close_tag.end(), end))
+
+
+def _json_end(text: str, start: int) -> int | None:
+    """Where the JSON object that begins there ends, None if it does not."""
+    depth = 0
+    for piece in _JSON_PIECES.finditer(text, start):
+        if piece.group() == '"':
+            return None
+        depth += (piece.group() == "{") - (piece.group() == "}")
+        if depth == 0:
+            return piece.end()
+    return None
 
 
 def _parameter_end(text: str, start: int) -> re.Match[str] | None:
@@ -306,6 +341,8 @@ def _read_code(turn: _Turn, opener: re.Match[str]) -> _Found:
     for piece in pieces.finditer(text, opener.end()):
         token, end = piece.group(), piece.end()
         if token == "</code>":
+            if _is_mention(text, opener.start(), opener.end(), piece.start()):
+                return _Found()
             return block(piece.start())
         if token == "<code>":  # a mention of the tag before, or the model began again
             return _Found(read_to=piece.start())
@@ -327,25 +364,35 @@ def _read_code(turn: _Turn, opener: re.Match[str]) -> _Found:
         return _Found(data=(*data, (piece.start(), len(text))), incomplete=close >= 0, unclosed=True)
     if turn.over and in_comment >= 0:
         return block(in_comment)
-    if _is_mention(text, opener):  # then what looks like a comment on a line of its own is a heading
+    if _stands_in_prose(text, opener):  # then what looks like a comment on a line of its own is a heading
         data = [span for span in data if text[span[0]] != "#" or text[span[0] - 1] != "\n"]
     incomplete = text.endswith("</code>") and in_comment >= 0 and end == len(text)
     return _Found(data=tuple(data), incomplete=incomplete, unclosed=True)
 
 
-def _is_mention(text: str, opener: re.Match[str]) -> bool:
+def _is_mention(text: str, start: int, body: int, body_end: int) -> bool:
+    """Whether a sentence speaks of both tags of a block: `<code> and </code>`, or the form of a call in the system text."""
+    if body_end - body > MAX_MENTION_CHARS or not _MENTIONED.fullmatch(text, body, body_end):
+        return False
+    return "<" in text[body:body_end] or bool(_before_on_line(text, start))
+
+
+def _stands_in_prose(text: str, opener: re.Match[str]) -> bool:
     """Whether prose stands on both sides of a tag."""
-    line_from = text.rfind("\n", 0, opener.start()) + 1
     line_to = text.find("\n", opener.end())
     rest = text[opener.end() : line_to if line_to >= 0 else len(text)]
-    return bool(text[line_from : opener.start()].strip()) and bool(rest.strip()) and not rest.startswith("```")
+    return bool(_before_on_line(text, opener.start())) and bool(rest.strip()) and not rest.startswith("```")
+
+
+def _before_on_line(text: str, position: int) -> str:
+    return text[text.rfind("\n", 0, position) + 1 : position].strip()
 
 
 def _read_fence(turn: _Turn, opener: re.Match[str]) -> _Found:
     text = turn.text
-    close = _FENCE_END.search(text, opener.end())
+    close, read_to = _fence_end(text, opener.end())
     if close:
-        return _Found(Block("fence", opener.start(), opener.end(), close.start(), close.end()))
+        return _Found(Block("fence", opener.start(), opener.end(), close.start(), close.end()), read_to=read_to)
     close = _LOOSE_FENCE_END.search(text, opener.end())
     if close:  # a line that only begins with a fence
         after = _FENCE.search(text, close.end())  # is not closed, as none is after this one
@@ -353,6 +400,20 @@ def _read_fence(turn: _Turn, opener: re.Match[str]) -> _Found:
         block = Block("fence", opener.start(), opener.end(), close.start(), close.end())
         return _Found(block, tuple(data), unclosed=True)
     return _Found(data=tuple(_python_data(text, opener.end())), unclosed=True)
+
+
+def _fence_end(text: str, start: int) -> tuple[re.Match[str] | None, int]:
+    """The first closing fence that is in no string, else the first, and how far was read for it: a docstring may hold a
+    fence of its own."""
+    first = _FENCE_END.search(text, start)
+    if first is None:
+        return None, 0
+    for piece in _FENCE_PIECES.finditer(text, start):
+        if piece.group().lstrip(" \t").startswith("```"):
+            return _FENCE_END.match(text, piece.start()), 0
+        if piece.group() in ('"' * 3, "'" * 3):  # such a string has no end: it is none
+            return first, 0
+    return first, len(text)
 
 
 def _python_data(text: str, start: int) -> list[tuple[int, int]]:

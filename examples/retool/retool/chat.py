@@ -22,7 +22,8 @@ from typing import Any, NamedTuple
 Message = dict[str, Any]
 
 IM_START, IM_END = "<|im_start|>", "<|im_end|>"
-TURN_ENDS = (IM_END, "<|endoftext|>")
+# Also those of checkpoints whose own chat format is another one.
+TURN_ENDS = (IM_END, "<|endoftext|>", "<｜end▁of▁sentence｜>", "<|eot_id|>", "<|end_of_text|>", "</s>")
 OPEN_TURN = f"{IM_START}assistant\n"
 
 SYSTEM_PROMPT = (
@@ -249,6 +250,14 @@ def tool_call_text(name: str, arguments: dict[str, Any]) -> str:
     """A call as Qwen's chat template writes an entry of `tool_calls`."""
     call = {"name": name, "arguments": arguments}
     return f"<tool_call>\n{json.dumps(call, ensure_ascii=False)}\n</tool_call>"
+
+
+def without_turn_end(text: str) -> str:
+    """A turn without the tokens that end it, and without white space at its end."""
+    text = text.rstrip()
+    for token in TURN_ENDS:
+        text = text.removesuffix(token).rstrip()
+    return text
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypedDict
 
-from retool.actions import find_boxes, is_over, last_answer
+from retool.actions import is_over, read_answer
 from retool.answers import label_text, same_answer
 from retool.blocks import scan
 from retool.chat import split_observations
@@ -61,12 +61,12 @@ def score_response(
 
 
 def prediction(response: str, cut: bool = False, in_thought: bool = False) -> str:
-    """What the box of the last answer in the assistant's prose holds, "" without one.
+    """What the box of the last answer in the assistant's prose holds, "" without one: an answer is what the loop takes
+    for one.
 
     Args:
         response: everything after the prompt, observations included.
-        cut: whether a limit ended the episode: then a box is an answer only where the loop would have taken it for one.
-            Else the last complete box is, where there is no answer in due form.
+        cut: whether a limit ended the episode, so that its last turn did not end by itself.
         in_thought: whether the prompt ends inside a thought.
     """
     pred = ""
@@ -77,9 +77,7 @@ def prediction(response: str, cut: bool = False, in_thought: bool = False) -> st
         in_thought = found.in_thought
         if found.ends_thought:  # so what was said before was thought
             pred = ""
-        answer = last_answer(found.words, over=not is_last or not cut or is_over(text))
-        if answer is None and not cut:
-            answer = next(reversed(find_boxes(found.words)), None)
+        answer = read_answer(found, over=not is_last or not cut or is_over(text))
         if answer is not None:
             pred = answer.content
     return pred

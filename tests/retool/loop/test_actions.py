@@ -73,8 +73,6 @@ def test_answers(text, content):
         "Answer: \\boxed{5",
         "Answer: see above.\nThen \\boxed{5} follows",
         "So \\boxed{73}",  # the turn has not ended
-        "So \\boxed{73}? Let me check that.<|im_end|>",
-        "\\boxed{73}\nBut I am not sure<|im_end|>",
         "<think>Answer: \\boxed{1}</think>",
         "<think>still thinking. Answer: \\boxed{2}",
         "<think>so \\boxed{2}<|im_end|>",
@@ -239,7 +237,7 @@ def xml_call(code, name="code_interpreter", key="code"):
 def test_xml_calls(code, wrapped):
     text = xml_call(code)
     text = text if wrapped else text.removeprefix("<tool_call>\n").removesuffix("\n</tool_call>")
-    for before, end in (("", ""), ("Let me compute.\n\n", "<|im_end|>"), ("<think>\nhm ", "\n")):
+    for before, end in (("", ""), ("Let me compute.\n\n", "<|im_end|>"), ("<think>\nhm </think>", "\n")):
         assert actions.read_action(before + text + end).action == Code(code, "tool_call"), (before, end)
     assert plugin.postprocess_responses(text + " and so on") == text
 
@@ -443,10 +441,106 @@ def test_reading_is_linear(start, piece):
         ("\\boxed{a}", ["a"]),
         ("\\boxed{{a}} \\boxed{ b }", ["{a}", "b"]),
         ("\\boxed{\\}} x", ["\\}"]),
-        ("\\boxed{a", []),
-        ("\\boxed{a \\boxed{b}", ["b"]),
-        ("\\boxed{}", []),
+        ("\\boxed 2 \\fbox{3} \\boxed-7 \\boxed{\n4\n}", ["2", "3", "-7", "4"]),
+        ("the \\boxed command, a \\boxedarrow, \\boxed{...}", []),
+        ("\\boxed{b} \\boxed{a", ["b", ""]),
+        ("\\boxed{a \\boxed{b}", ["", "b"]),
+        ("\\boxed{b} \\boxed{}", ["b", ""]),
+        ("\\boxed{b} \\boxed ", ["b", ""]),
     ],
 )
 def test_boxes(text, found):
     assert [box.content for box in actions.find_boxes(text)] == found
+    assert actions.last_box(text) == (found or [""])[-1]
+
+
+# An answer --------------------------------------------------------------------------------------------------------
+
+LAST_SENTENCES = [
+    "The area is $\\boxed{42}$ square units.",
+    "There are \\boxed{42} such pairs.",
+    "Hence $x = \\boxed{42}$ is the only solution.",
+    "\\boxed{42}\n\nThis matches the direct count, so we are done.",
+    "Therefore, the remainder is **\\boxed{42}** when divided by 100.",
+    "\\[\\boxed{42}\\]\nLet me know if you would like the details!",
+    "So \\boxed{42}? Let me check that.",
+    "Perhaps \\boxed{41}. No: \\boxed{42}, by the same argument.",
+    "### Final Answer\nThe answer is: $$\\boxed{42}$$ (in lowest terms).",
+    "<think>\\boxed{7}?</think>\n\nThere are \\boxed{42} ways.",
+    "The sum equals \\fbox{42} as claimed",
+    "It is $\\boxed 42$ by symmetry.",
+    "<think>a draft:\n```python\nprint(7)\n```\n</think>\nThe answer is \\boxed{42} again.",
+]
+
+
+@pytest.mark.parametrize("end", ["<|im_end|>", "<|endoftext|>\n", "<｜end▁of▁sentence｜>", "<|eot_id|>"])
+@pytest.mark.parametrize("text", LAST_SENTENCES)
+def test_a_turn_that_ended_by_itself_without_a_call_answers_with_its_last_box(text, end):
+    assert plugin.postprocess_predictions(text + end) == ("answer", "42")
+    assert actions.read_action(text, over=True).action == Answer("42")
+    assert reward.prediction(text + end, cut=True) == reward.prediction(text) == "42"
+    for call in ("\n<code>print(1)</code>", "\n" + json_call("print(1)"), "\n```python\nprint(1)\n```\nLet me see."):
+        said = text.replace("Answer\n", "\n") + call
+        assert actions.read_action(said).action.source == actions.read_action(said + end).action.source == "print(1)"
+        assert reward.prediction(said, cut=True) == ""
+
+
+@pytest.mark.parametrize("end", ["", "<|im_end|>", " Let me think again."])
+@pytest.mark.parametrize(
+    "last, pred",
+    [
+        ("Answer: \\boxed{4", ""),
+        ("Answer: \\boxed{", ""),
+        ("Answer: \\boxed{}", ""),
+        ("So \\boxed{4", ""),
+        ("So \\boxed{ }", ""),
+        ("Answer: \\boxed{\\frac{4}{2}", ""),
+        ("<answer>\\boxed{4</answer>", ""),
+        ("Answer: \\boxed{41}", "41"),
+        ("I was to write Answer: \\boxed{...}", "42"),
+    ],
+)
+def test_the_last_answer_counts_and_a_broken_one_is_none(last, pred, end):
+    for between in ("\nWait, that double counts.\n", ". Wait, that is wrong. "):
+        text = f"Answer: \\boxed{{42}}{between}{last}{end}"
+        assert plugin.postprocess_predictions(text) == (("answer", pred) if pred else (None, "")), text
+        assert reward.prediction(text, cut=True) == reward.prediction(text) == pred
+
+
+def test_an_unlabeled_box_takes_the_place_of_the_answer_before_it():
+    text = "Answer: \\boxed{42}.\nWait, that is wrong. So it is \\boxed{41}. Hmm"
+    assert plugin.postprocess_predictions(text) == (None, "") and reward.prediction(text, cut=True) == ""
+    assert plugin.postprocess_predictions(text + "<|im_end|>") == ("answer", "41") and reward.prediction(text) == "41"
+    assert plugin.postprocess_predictions(text + "\n<code>1</code>") == ("code", "1")
+
+
+CALLS = ["<code>\nprint(1)\n</code>", json_call("print(1)"), "```python\nprint(1)\n```"]
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize(
+    "content",
+    ["value", "result", "final_answer", "final\\_answer", "X", "n", "integer", "m+n", "?", "\\_\\_\\_", "___"]
+    + ["the answer", "your final answer", "\\text{answer here}", "x_1", "a_{10}", "m+n+p", "\\square", "(value)"],
+)
+def test_a_placeholder_does_not_end_the_episode_before_a_call(content, call):
+    text = f"I will end with Answer: \\boxed{{{content}}}.\n{call}"
+    assert actions.read_action(text).action.source == actions.read_action(text, over=True).action.source == "print(1)"
+    assert reward.prediction(text + "<|im_end|>") == ""
+    unfinished = f"I will end with Answer: \\boxed{{{content}}}.\n<code>print('</code>"
+    assert isinstance(actions.read_action(unfinished).action, Incomplete)
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize(
+    "content",
+    ["5", "-\\frac{1}{2}", "\\pi", "π", "A", "(B)", "\\text{C}", "\\text{Yes}", "false", "\\infty", "\\emptyset"]
+    + ["No solution", "3n", "2\\sqrt{x}", "(1, 2)", "\\text{12 cm}"],
+)
+def test_a_value_ends_it(content, call):
+    assert actions.read_action(f"Answer: \\boxed{{{content}}}\n{call}").action == Answer(content)
+
+
+@pytest.mark.parametrize("content", ["m+n", "X", "x^2+x", "\\sqrt{n}"])
+def test_without_a_call_a_box_of_letters_is_an_answer(content):
+    assert actions.read_action(f"Answer: \\boxed{{{content}}}").action == Answer(content)

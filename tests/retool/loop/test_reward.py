@@ -29,7 +29,7 @@ NOTICE = "<|im_end|>\n<|im_start|>user\nYour previous action is invalid. Write `
         ("Answer: \\boxed{42}", "42"),
         ("Answer: \\boxed{42}<|im_end|>", "42"),
         ("\\boxed{41}, no: \\boxed{42}", "42"),
-        ("\\boxed{42} and then \\boxed{4", "42"),
+        ("\\boxed{42} and then \\boxed{4", ""),
         ("Answer: \\boxed{42}" + " and a long farewell" * 20, "42"),
         ("<answer>\n\\boxed{42}\n</answer>", "42"),
         ("Answer: \\boxed{ 42 }", "42"),
@@ -56,7 +56,7 @@ NOTICE = "<|im_end|>\n<|im_start|>user\nYour previous action is invalid. Write `
         ("Answer: \\boxed{answer}", ""),
         ("Answer: \\boxed{42}. I was asked for `Answer: \\boxed{...}`", "42"),
         ("```python\n# \\boxed{42}", ""),
-        ("Answer: \\boxed{42}\nnot \\boxed{7}, I think", "42"),
+        ("Answer: \\boxed{42}\nnot \\boxed{7}, I think", "7"),
     ],
 )
 def test_the_last_box_of_the_models_own_words(response, pred):
