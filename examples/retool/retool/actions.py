@@ -165,7 +165,7 @@ _ANSWER_MARKS = re.compile(
     re.I,
 )
 _BOX_OPENS = re.compile(r"\s*\{")
-_BARE_BOX = re.compile(r"\s*([+-]?[0-9]+(?:\.[0-9]+)?|[A-Z](?![A-Za-z]))")  # \boxed 2
+_BARE_BOX = re.compile(r"[ \t]*([+-]?[0-9]+(?:\.[0-9]+)?|[A-Z](?![A-Za-z]))")  # \boxed 2
 _BRACES = re.compile(r"\\.|[{}]", re.S)
 _DECORATION = " \t\r*_$\\[](){}`#>"  # what may stand between "Answer:" and a box on a later line
 _CLOSERS = " \t\r\n.,;:!*_$)]}\\\"'`。．，、；：！）」』】”’"  # what may follow a box on the last line
@@ -178,6 +178,7 @@ _PLACEHOLDER = re.compile(
 # What an answer is made of, as against the name that an instruction has for it.
 _VALUE = re.compile(r"(?<![0-9_])(?<!_\{)[0-9]|\\(?:pi|infty|emptyset|varnothing)(?![A-Za-z])|[π∞∅]")
 _WORD_OF_ANSWER = re.compile(r"(?:\\text\{)?\(?(?:[A-E]|yes|no|true|false|none|even|odd|no solutions?)\)?\}?", re.I)
+_MAX_PLACEHOLDER_CHARS = 60
 _UNDERSCORES = re.compile(r"\\?_")
 _BLANKS = re.compile(f"{BLANK}+")
 
@@ -211,6 +212,11 @@ def _content_of(words: str, command_end: int, closing: dict[int, int]) -> tuple[
     if bare := _BARE_BOX.match(words, command_end):
         return bare[1], bare.end()
     return (None if words[command_end:].strip() else ""), command_end
+
+
+def _is_placeholder(content: str) -> bool:
+    short = len(content) <= _MAX_PLACEHOLDER_CHARS
+    return short and _PLACEHOLDER.fullmatch(_UNDERSCORES.sub(" ", content)) is not None
 
 
 def could_be_answer(content: str) -> bool:
@@ -248,7 +254,7 @@ def find_boxes(words: str) -> list[Box]:
             if blank < len(blanks) and blanks[blank] < end:
                 content, end = "", mark.end()
             box_end = end if content else mark.end()
-            if content is not None and not _PLACEHOLDER.fullmatch(_UNDERSCORES.sub(" ", content)):
+            if content is not None and not _is_placeholder(content):
                 boxes.append(Box(content, box_end, labeled=label is not None))
         elif mark.lastgroup == "line":
             said_nothing = not words[line_from : mark.start()].strip(_DECORATION)
@@ -268,6 +274,7 @@ def find_boxes(words: str) -> list[Box]:
 # Calls and code
 # ---------------------------------------------------------------------------------------------------------------------
 
+_JSON = json.JSONDecoder(strict=False)
 _JSON_ESCAPES = re.compile(r'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})|\\')
 
 
@@ -279,6 +286,8 @@ def _read_call_body(body: str, tools: Collection[str]) -> Action:
         call: Any = _xml_call(body, tools)
         if call is None:
             return invalid("the tool call is not complete: a </parameter> or its </function> is missing")
+    elif body.startswith("```"):
+        call = {"name": CODE_TOOL, "arguments": {"code": body}}
     else:
         try:
             call = _load_json(body)
@@ -286,7 +295,8 @@ def _read_call_body(body: str, tools: Collection[str]) -> Action:
             return invalid(f"the tool call is not valid JSON ({error})")
     if not isinstance(call, dict):
         return invalid('the tool call is not a JSON object {"name": ..., "arguments": {...}}')
-    name, arguments = call.get("name"), call.get("arguments")
+    call = call["function"] if isinstance(call.get("function"), dict) else call  # as OpenAI's API has it
+    name, arguments = call.get("name"), call.get("arguments", call.get("parameters"))
     if not isinstance(name, str) or name not in tools:
         known = ", ".join(tools)
         shown = "of no name" if isinstance(name, dict | list) else repr(shorten(str(name), 100))
@@ -325,7 +335,11 @@ def without_fence(body: str) -> str:
 
 
 def _xml_call(body: str, tools: Collection[str]) -> dict[str, Any] | None:
-    """{"name", "arguments"} of a call in Qwen3-Coder's form, None where it is not well-formed."""
+    """{"name", "arguments"} of a call in Qwen3-Coder's form, or with a JSON object for its parameters; None where it is not
+    well-formed."""
+    opening, tag, rest = body.removesuffix("</function>").partition(">")
+    if tag and rest.lstrip().startswith("{"):
+        return {"name": opening.removeprefix("<function="), "arguments": rest}
     found = xml_parameters(body)
     if found is None:
         return None
@@ -354,12 +368,20 @@ def _json_or_text(value: str) -> Any:
 
 
 def _load_json(text: str) -> Any:
-    """JSON whose strings may hold raw control characters, and escapes that JSON does not know, kept as written."""
+    """JSON, perhaps before the end of a fence or a list; its strings may hold raw control characters, and escapes that JSON does not
+    know, kept as written. One closing brace may be missing at the end, or be too many."""
+    text = text.strip().removesuffix("```")
+    known = _JSON_ESCAPES.sub(lambda found: found.group() if len(found.group()) > 1 else r"\\", text)
     try:
-        return json.loads(text, strict=False)
-    except json.JSONDecodeError:
-        known = _JSON_ESCAPES.sub(lambda found: found.group() if len(found.group()) > 1 else r"\\", text)
-        return json.loads(known, strict=False)
+        value, end = _JSON.raw_decode(known)
+    except json.JSONDecodeError as error:
+        if error.pos < len(known.rstrip()):
+            raise
+        known += "}"
+        value, end = _JSON.raw_decode(known)
+    if known[end:].strip(" \t\r\n]") not in ("", "}"):
+        raise json.JSONDecodeError("Extra data", known, end)
+    return value
 
 
 def _no_action(text: str, found: Scan) -> str:

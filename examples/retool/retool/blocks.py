@@ -47,7 +47,7 @@ _OPENERS = re.compile(
 _CALL_TAGS = re.compile(r"</?tool_call>")
 _CALL_LOOKS_CLOSED = re.compile(r"\}\s*</tool_call>")
 _JSON_PIECES = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"|["{}]|</?tool_call>', re.S)
-_CALL_BODY = re.compile(r"\s*(?:```(?:json)?[ \t\r]*\n\s*(?=\{))?")
+_CALL_BODY = re.compile(r"\s*(?:(?:```(?:json)?[ \t\r]*\n\s*)?(?:\[\s*)?(?=\{))?")  # in a fence, or in a list
 _JSON_OBJECT = re.compile(r"\s*(?=\{)")
 # Qwen3-Coder's calls.
 _FUNCTION = re.compile(r"<function=([^<>\s]*)>")

@@ -182,7 +182,15 @@ def test_a_closing_tag_in_an_unfinished_string_leaves_the_turn_incomplete(text):
             "not valid JSON",
         ),
         ('<tool_call>{"name": "code_interpreter", "arguments": {"code": "print(")"}}</tool_call>', "not valid JSON"),
-        ('<tool_call>{"name": "code_interpreter", "arguments": {"code": "1"}}}</tool_call>', "not valid JSON"),
+        ('<tool_call>{"name": "code_interpreter", "arguments": {"code": "1"}}}}</tool_call>', "not valid JSON"),
+        ('<tool_call>{"name": "code_interpreter", "arguments": {"code": "1"</tool_call>', "not valid JSON"),
+        ('<tool_call>{"name": "code_interpreter", "arguments": {"code": "1"}} {"a": 1}</tool_call>', "not valid JSON"),
+        ('<tool_call>{"function": {"arguments": {"code": "1"}}}</tool_call>', "no tool 'None'"),
+        ("<tool_call>[]</tool_call>", "not a JSON object"),
+        ("<function=code_interpreter>[1]</function>", "not complete"),
+        ('<function=code_interpreter>{"code" "1"}</function>', "not valid JSON"),
+        ('<function=code_interpreter>{"source": "1"}</function>', 'has no "code"'),
+        ('<function=>{"code": "1"}</function>', "no tool"),
         ("<tool_call>[1]</tool_call>", "not a JSON object"),
         ('<tool_call>{"name": "browse", "arguments": {}}</tool_call>', "no tool 'browse'"),
         ('<tool_call>{"arguments": {"code": "1"}}</tool_call>', "no tool 'None'"),
@@ -211,6 +219,95 @@ def test_a_users_tool(monkeypatch):
     assert plugin.postprocess_predictions(text) == ("tool", {"name": "look_up", "arguments": {"word": "prime"}})
     text = '<tool_call>{"name": "look_up", "arguments": "{\\"word\\": 1}"}</tool_call>'
     assert plugin.postprocess_predictions(text) == ("tool", {"name": "look_up", "arguments": {"word": 1}})
+
+
+def json_of(code):
+    return json.dumps({"code": code})
+
+
+OTHER_FORMS = {
+    "parameters": '<tool_call>\n{{"name": "code_interpreter", "parameters": {0}}}\n</tool_call>',
+    "OpenAI's function": '<tool_call>{{"type": "function", "function": {{"name": "code_interpreter", "arguments": {0}}}}}</tool_call>',
+    "OpenAI's arguments": '<tool_call>{{"id": "1", "function": {{"name": "code_interpreter", "arguments": {1}}}}}</tool_call>',
+    "a list": '<tool_call>[{{"name": "code_interpreter", "arguments": {0}}}]</tool_call>',
+    "JSON in <function=": "<function=code_interpreter>{0}</function>",
+    "JSON on lines in <function=": "<function=code_interpreter>\n{0}\n</function>",
+    "<function= in <tool_call>": "<tool_call>\n<function=code_interpreter>\n{0}\n</function>\n</tool_call>",
+    "a surplus brace": '<tool_call>\n{{"name": "code_interpreter", "arguments": {0}}}}}\n</tool_call>',
+    "a missing brace": '<tool_call>\n{{"name": "code_interpreter", "arguments": {0}\n</tool_call>',
+    "a fence": '<tool_call>\n```json\n{{"name": "code_interpreter", "arguments": {0}}}\n```\n</tool_call>',
+    "a bare fence": '<tool_call>```\n{{"name": "code_interpreter", "arguments": {0}}}\n```</tool_call>',
+}
+
+
+@pytest.mark.parametrize(
+    "code", ["print(1)", "s = '}</tool_call></function>{'\nprint(s)", 'print(f"{{1}} \\d `x`")', "```python\n1\n```"]
+)
+@pytest.mark.parametrize("form", OTHER_FORMS.values(), ids=OTHER_FORMS.keys())
+def test_calls_as_other_models_write_them(form, code):
+    text = form.format(json_of(code), json.dumps(json_of(code)))
+    program = Code(actions.source(code), "tool_call")
+    assert actions.read_action(text).action == actions.read_action(f"So:\n{text}<|im_end|>").action == program
+    assert plugin.postprocess_responses(text + " and so on") == text
+
+
+def test_python_in_a_fence_in_a_call_is_its_code():
+    for fence in ("```python\nprint(1)\n```", "```py\n\nprint(1)\n```\n", "```\nprint(1)\n```"):
+        assert actions.read_action(f"<tool_call>\n{fence}\n</tool_call>").action == Code("print(1)", "tool_call")
+
+
+@pytest.mark.parametrize("quotes", ["'''", '"""', 'r"""'])
+def test_a_fence_in_a_docstring_closes_nothing(quotes):
+    code = f"def f():\n    {quotes}Example:\n    ```\n    f()  # it's 1\n    ```\n    {quotes[-3:]}\n    return 1  # `f`\n\nprint(f())"
+    for text in (f"```python\n{code}\n```", f"<code>\n```python\n{code}\n```\n</code>"):
+        assert actions.read_action(f"So:\n{text}\nlet me see", over=True).action == Code(code, "code")
+    broken = f"x = {quotes} no end"
+    assert actions.read_action(f"```python\n{broken}\n```\nSo.", over=True).action == Code(broken, "code")
+
+
+# Tags that no call opens or closes -----------------------------------------------------------------------------------
+
+MENTIONS = [
+    "The format is <tool_call></tool_call>",
+    'The format is <tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>',
+    '<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>',
+    "I write <tool_call>{...}</tool_call>",
+    "I open with <tool_call> and close with </tool_call>",
+    "Calls stand between `<tool_call>` and `</tool_call>",
+    "I could use <code></code>",
+    "Code goes between '<code>' and '</code>",
+    "Code stands in `<code>`...`</code>",
+    "As I said, no </code>",
+    "There is no </tool_call>",
+    "In HTML there is no </function>",
+    "It ends in </function>",
+]
+
+
+@pytest.mark.parametrize("text", MENTIONS)
+def test_a_tag_that_a_sentence_speaks_of_ends_no_turn(text):
+    assert isinstance(actions.read_action(text).action, Incomplete)
+    assert isinstance(actions.read_action(text, over=True).action, Invalid)
+    assert actions.read_action(text + "` tags.\n" + json_call("1")).action == Code("1", "tool_call")
+    assert actions.read_action(text + "` tags. So it is \\boxed{7}, then.<|im_end|>").action == Answer("7")
+
+
+@pytest.mark.parametrize(
+    "draft", [json_call("0"), "<function=code_interpreter><parameter=code>0</parameter></function>"]
+)
+def test_a_call_that_is_drafted_in_a_thought_is_not_run(draft):
+    for said, told in (("<think>\nI could write " + draft, False), ("So " + draft, True)):
+        assert isinstance(actions.read_action(said, in_thought=told).action, Incomplete)
+        problem = actions.read_action(said, over=True, in_thought=told).action.problem
+        assert "inside a thought" in problem and "</think>" in problem
+        later = said + "\n</think>\n"
+        assert actions.read_action(later + json_call("1"), in_thought=told).action == Code("1", "tool_call")
+        assert actions.read_action(later + "It is \\boxed{2}, so.<|im_end|>", in_thought=told).action == Answer("2")
+        assert actions.read_action(later + "<code>3</code>", in_thought=told).action == Code("3", "code")
+    assert actions.read_action(f"a {draft} b</think> " + json_call("1")).action == Code(
+        "1", "tool_call"
+    )  # opened before
+    assert actions.read_action("I use no `<think>` here. " + draft).action == Code("0", "tool_call")
 
 
 def xml_call(code, name="code_interpreter", key="code"):
