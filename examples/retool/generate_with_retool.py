@@ -394,13 +394,15 @@ def _score(sample: Any) -> reward.Reward:
         raise TypeError(f"reward_func scores a Sample of vime's or a list of them, not {type(sample).__name__}")
     if sample.status == Sample.Status.ABORTED:
         return reward.lost()
-    response = sample.response or ""
+    response, record = sample.response or "", (sample.metadata or {}).get("retool")
+    calls = reward.calls_that_ran(record["calls"]) if record else getattr(sample, "tool_call_count", 0)
     prompt = str(getattr(sample, "payload_text", None) or sample.prompt).removesuffix(response)
     return reward.score_response(
         response,
         sample.label,
-        getattr(sample, "tool_call_count", 0),
+        calls,
         reward.Scorer(compute_score, normalize_final_answer),
+        bonus=TOOL_CONFIGS["tool_bonus"],
         cut=sample.status == Sample.Status.TRUNCATED,
         in_thought=prompt.rstrip().endswith("<think>"),
     )

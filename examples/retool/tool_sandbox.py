@@ -72,6 +72,8 @@ TOOL_CONFIGS: dict[str, Any] = {
     "allowed_modules": tuple(filter(None, re.split(r"[\s,]+", os.environ.get("RETOOL_ALLOWED_MODULES", "")))),
     # Of the last episodes, how many may be lost to failures of the engine or the sandbox before the run is stopped.
     "max_failure_rate": 0.5,
+    # What a wrong answer gains by each call whose code ran, in score; 0 leaves right and wrong alone.
+    "tool_bonus": 0.05,
     # By what a group of samples is seen to differ, so that it is trained on: "accuracy", or "score" as vime has it. In a
     # group without a right answer only the reward for calling the tool differs, and normalization makes it full size.
     "advantage_spread": "accuracy",

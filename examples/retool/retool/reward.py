@@ -2,8 +2,8 @@ r"""The reward: DAPO's strict box (Yu et al. 2025) on the assistant's prose, wit
 
     response --split_observations--> stretches --scan--> prediction --is_correct--> {"score", "acc", "pred"}
 
-Contract: +1 for a right answer. A wrong one scores -1 + 0.05 * (calls - 2), at most MAX_WRONG_SCORE, so that a wrong
-answer that tried the tool beats one that did not. No prompt, tool output, code, thought or hallucinated output is ever
+Contract: +1 for a right answer. A wrong one scores -1 + bonus * (calls - 2), at most MAX_WRONG_SCORE, so that a wrong
+answer that tried the tool beats one that did not; only calls whose code ran are tries. No prompt, tool output, code, thought or hallucinated output is ever
 scored. Time is linear in the response, and what is compared is bounded: it runs on the event loop of the rollouts.
 
 vime's own scorer is handed in, since only generate_with_retool imports vime.
@@ -11,7 +11,7 @@ vime's own scorer is handed in, since only generate_with_retool imports vime.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, TypedDict
 
 from retool.actions import is_over, read_answer
@@ -21,6 +21,7 @@ from retool.chat import split_observations
 
 MAX_SCORER_CHARS = 100  # the scorer looks at no more than so many characters at the end of what it is given
 MAX_WRONG_SCORE = -0.6  # however many calls were made
+NOT_RUN = frozenset({"refused", "syntax_error", "empty", "invalid", "not_found"})  # outcomes of calls that ran nothing
 
 
 class Reward(TypedDict):
@@ -41,23 +42,36 @@ def lost() -> Reward:
     return {"score": 0.0, "acc": False, "pred": ""}
 
 
+def calls_that_ran(calls: Iterable[Mapping[str, Any]]) -> int:
+    """How many of an episode's call records are of code that ran, whatever came of it."""
+    return sum(call["outcome"] not in NOT_RUN for call in calls)
+
+
 def score_response(
-    response: str, label: Any, tool_calls: int, scorer: Scorer, *, cut: bool = False, in_thought: bool = False
+    response: str,
+    label: Any,
+    calls: int,
+    scorer: Scorer,
+    *,
+    bonus: float,
+    cut: bool = False,
+    in_thought: bool = False,
 ) -> Reward:
     """The reward of one response.
 
     Args:
         response: everything after the prompt, observations included.
         label: the right answer, as text or as a number of any kind; a missing one is never right.
-        tool_calls: calls that reached a tool.
+        calls: how many ran, see `calls_that_ran`.
         scorer: vime's functions.
+        bonus: what a wrong answer gains by each.
         cut: whether a limit ended the episode, see `prediction`.
         in_thought: whether the prompt ends inside a thought.
     """
     pred = prediction(response, cut, in_thought)
     if is_correct(pred, label, scorer):
         return {"score": 1.0, "acc": True, "pred": pred}
-    return {"score": min(MAX_WRONG_SCORE, -1.0 + (tool_calls - 2) / 2 * 0.1), "acc": False, "pred": pred}
+    return {"score": min(MAX_WRONG_SCORE, -1.0 + (calls - 2) * bonus), "acc": False, "pred": pred}
 
 
 def prediction(response: str, cut: bool = False, in_thought: bool = False) -> str:

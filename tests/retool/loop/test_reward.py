@@ -141,6 +141,27 @@ def test_a_wrong_answer_scores_by_its_calls():
     assert asyncio.run(plugin.reward_func(None, sample))["score"] == pytest.approx(-1.1)  # never through generate
 
 
+@pytest.mark.parametrize(
+    "outcomes, bonus, expected",
+    [
+        (["refused"] * 10, 0.05, -1.1),
+        (["empty"] * 16, 0.05, -1.1),
+        (["syntax_error", "invalid", "not_found"], 0.05, -1.1),
+        (["ok", "error", "timeout", "memory", "too_long", "crashed", "of my own", "refused"], 0.05, -0.75),
+        (["ok"] * 16, 0.05, -0.6),
+        (["ok"] * 4, 0.1, -0.8),
+        ([], 0, -1.0),
+        (["ok"] * 16, 0, -1.0),
+    ],
+)
+def test_calls_that_ran_nothing_earn_nothing(monkeypatch, outcomes, bonus, expected):
+    monkeypatch.setitem(plugin.TOOL_CONFIGS, "tool_bonus", bonus)
+    sample = Sample(response="Answer: \\boxed{1}", label="42")
+    sample.tool_call_count = len(outcomes)
+    sample.metadata = {"retool": {"calls": [{"outcome": outcome} for outcome in outcomes]}}
+    assert asyncio.run(plugin.reward_func(None, sample))["score"] == pytest.approx(expected)
+
+
 def test_a_batch_is_scored_like_its_samples():
     samples = [Sample(response=f"\\boxed{{{n}}}", label=42) for n in (41, 42)]
     samples.append(Sample(response="\\boxed{42}", label=42, status=Sample.Status.ABORTED))
