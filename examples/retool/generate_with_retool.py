@@ -38,7 +38,7 @@ from collections.abc import Awaitable
 from contextlib import nullcontext
 from typing import Any
 
-from retool import actions, advantages, captures, engine, failures, metrics, request, reward
+from retool import actions, advantages, captures, engine, failures, metrics, observations, request, reward
 from retool.actions import Action, Answer, Code, Incomplete, Invalid, ToolCall
 from retool.chat import (
     CODE_TOOL,
@@ -49,7 +49,6 @@ from retool.chat import (
     frame,
     neutralize,
     render_prompt,
-    shorten,
     split_prompt,
 )
 from retool.engine import EngineError, EngineRefused
@@ -75,7 +74,7 @@ from retool.episode import (
     vocabulary,
 )
 from retool.failures import TooManyFailures
-from tool_sandbox import TOOL_CONFIGS, SandboxError, ToolOutput, tool_registry
+from tool_sandbox import TOOL_CONFIGS, SandboxError, tool_registry
 
 # Looked up in this module whenever they are called, so that whoever replaces them here is obeyed.
 try:
@@ -312,15 +311,16 @@ async def _act(episode: Episode, action: Action) -> str | None:
     sample.non_generation_time += seconds
     if output is None:
         return None
+    shown = _shown(output, action.dialect)
     outcome = getattr(output, "outcome", "ok")
-    episode.calls.append(CallRecord(action.name, round(seconds, 6), outcome, len(given), len(output)))
-    return output
+    episode.calls.append(CallRecord(action.name, round(seconds, 6), outcome, len(given), len(shown)))
+    return shown
 
 
 async def _observe(action: Action) -> str:
     """What the tool, or the loop itself, answers to an action. SandboxError is an infrastructure error."""
     if isinstance(action, Code | ToolCall):
-        return _bounded(await tool_registry.execute_tool(action.name, action.arguments))
+        return await tool_registry.execute_tool(action.name, action.arguments)
     assert isinstance(action, Invalid), "an answer ends the episode, and an incomplete turn goes on"
     return (
         f"Your previous action is invalid: {action.problem}. To run Python, call {CODE_TOOL} with the code; "
@@ -328,10 +328,8 @@ async def _observe(action: Action) -> str:
     )
 
 
-def _bounded(output: str) -> str:
-    """At most max_output_chars, as the sandbox's own output is: a megabyte would keep the loop busy for seconds."""
-    most = TOOL_CONFIGS["max_output_chars"]
-    return output if len(output) <= most else ToolOutput(shorten(output, most), getattr(output, "outcome", "ok"))
+def _shown(output: str, dialect: actions.Dialect | None) -> str:
+    return observations.shown(output, dialect, TOOL_CONFIGS["max_output_chars"])
 
 
 def _close_episode(episode: Episode, end: EndReason) -> None:
@@ -445,8 +443,9 @@ async def execute_predictions(text: str) -> tuple[str, bool]:
     action = actions.read_whole_turn(text, tool_registry.tools).action
     if isinstance(action, Answer):
         return "", True
-    around = frame(getattr(action, "dialect", None), turn_ended=text.endswith(IM_END))
-    return around.before + neutralize(await _observe(action)) + around.after, False
+    dialect = getattr(action, "dialect", None)
+    around = frame(dialect, turn_ended=text.endswith(IM_END))
+    return around.before + neutralize(_shown(await _observe(action), dialect)) + around.after, False
 
 
 # ---------------------------------------------------------------------------------------------------------------------

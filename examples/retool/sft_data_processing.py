@@ -14,9 +14,9 @@ and output already are read as well.
 What is code, an output or an answer is read by `retool.actions`, as the loop and the reward read it, and every message
 that is written is read back: a row that RL would read otherwise is a bad row.
 
-Invariant: what a row says is kept, to the character inside code and output (where chat tokens and tags are broken up,
-as the loop does it); only layout between the blocks changes, and words between a code block and its output move after
-the output, because in RL nothing follows a call. A row for which that cannot be done is reported with its place and
+Invariant: what a row says is kept, to the character inside code; an output is worded as RL's sandbox words it
+(retool/observations.py), which is the only change to it; only layout between the blocks changes, and words between a
+code block and its output move after the output, because in RL nothing follows a call. A row for which that cannot be done is reported with its place and
 reason. More than one bad row in a hundred: nothing is written.
 """
 
@@ -36,7 +36,7 @@ from typing import Any, Literal, NamedTuple
 import pyarrow as pa
 import pyarrow.parquet as pq
 import tool_sandbox
-from retool import actions
+from retool import actions, observations
 from retool.blocks import scan
 from retool.chat import CODE_TOOL, SYSTEM_PROMPT, neutralize, tool_call_text
 from retool.data_io import (
@@ -57,7 +57,7 @@ from retool.paths import why_not_found
 DIALECTS = ("tool_call", "code")
 DEFAULT_DATASET = "JoeYing/ReTool-SFT"
 DEFAULT_TOKENIZER = f"{os.environ.get('RETOOL_DOWNLOADS') or '/root'}/Qwen/Qwen3-4B-Instruct-2507"
-MAX_ROW_TOKENS = 9216  # --max-tokens-per-gpu of the launch scripts: a longer row does not fit into a batch
+MAX_ROW_TOKENS = 9216  # --max-tokens-per-gpu of the launch scripts: vime puts a longer row into a batch alone
 COLUMNS = ("messages", "conversations")
 PERCENTILES = (50, 90, 99, 100)
 # One field of plain text per message: parquet would give every message every field of a richer struct, as nulls.
@@ -247,7 +247,7 @@ def _split_prose(text: str) -> Iterator[Block]:
 
 def _conversation(question: str, blocks: list[Block]) -> list[dict[str, str]]:
     messages = [_message("system", SYSTEM_PROMPT), _message("user", question)]
-    text, answer, open_call = "", None, False
+    text, answer, code = "", None, ""
     for kind, content in blocks:
         if kind == "text":
             text += THINK_TAG.sub("", content)  # the model is not a thinking one, and templates cut this text out
@@ -258,23 +258,32 @@ def _conversation(question: str, blocks: list[Block]) -> list[dict[str, str]]:
         elif answer is not None or isinstance(actions.read_action(text).action, actions.Answer):
             raise RowError("an answer stands before a code or interpreter block")  # RL would end there
         elif kind == "code":
-            if open_call:
+            if code:
                 raise RowError("a code block without an interpreter block")
             call = tool_call_text(CODE_TOOL, {"code": content})
             messages.append(_message("assistant", "\n".join(filter(None, [_trim(text), call]))))
-            text, open_call = "", True
+            text, code = "", content
         else:
-            if not open_call:
+            if not code:
                 raise RowError("an interpreter block without a code block")
-            messages.append(_message("tool", neutralize(content)))  # as the loop shows it
-            open_call = False
-    if open_call:
+            messages.append(_message("tool", neutralize(_as_rl_shows(content, actions.source(code)))))
+            code = ""
+    if code:
         raise RowError("a code block without an interpreter block")
     messages.append(_message("assistant", final_text(_trim(text), answer)))
     for message in messages[1:]:
         _refuse_control_text(message)
     _check_reading(messages)
     return messages
+
+
+def _as_rl_shows(output: str, code: str) -> str:
+    """A published output in the words of RL's sandbox."""
+    if observations.is_worded(output, code):
+        return output
+    sandbox = tool_sandbox.tool_registry.python_sandbox
+    parts = observations.read_published(output, code, sandbox.timeout, sandbox.memory_bytes)
+    return observations.word(observations.fit(parts, tool_sandbox.TOOL_CONFIGS["max_output_chars"]), "tool_call")
 
 
 def _check_reading(messages: list[dict[str, str]]) -> None:

@@ -33,6 +33,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 from retool.chat import CODE_INTERPRETER, CODE_TOOL, SYSTEM_PROMPT, code_interpreter_spec, neutralize, shorten
+from retool.observations import Parts, fit
 from retool.sandbox import call, names, policy, ray_pool, reviewer, wire
 from retool.sandbox.pool import POOL, worker_key, worker_keys
 from retool.sandbox.results import SandboxError, ToolOutput, observation
@@ -151,9 +152,9 @@ class PythonSandbox:
         most = TOOL_CONFIGS["max_output_chars"]
         safe, message = self._check_code_safety(reviewed)
         if not safe:
-            return ToolOutput(shorten(f"Error: not allowed: {message}", most), "refused")
+            return ToolOutput.of(fit(Parts(notice=f"not allowed: {message}"), most), "refused")
         if review.unreadable:  # ends here and is never run: what the host cannot read it cannot have checked
-            return ToolOutput(f"Error: {review.unreadable}", "error")
+            return ToolOutput.of(Parts(exception=review.unreadable), "error")
         key = worker_key(review.imports, frozenset(self.allowed_modules), self.memory_bytes, self._layers_off)
         packages = {module.split(".")[0] for module in review.imports}
         draws = bool(key.libraries) or not packages.isdisjoint(names.RANDOM_MODULES)

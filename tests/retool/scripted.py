@@ -16,6 +16,8 @@ from types import SimpleNamespace
 
 import generate_with_retool as plugin
 from retool import engine, failures
+from retool.observations import Parts
+from tool_sandbox import ToolOutput
 
 from vime.utils import http_utils
 from vime.utils.types import Sample
@@ -255,6 +257,11 @@ def check_token_in_token_out(sample, requests):
         assert later.payload["token_ids"][: len(earlier.payload["token_ids"])] == earlier.payload["token_ids"]
     for request in requests:
         assert sample.tokens[: len(request.payload["token_ids"])] == request.payload["token_ids"]
+
+
+def printed(text: str) -> ToolOutput:
+    """What the sandbox says of code that prints this."""
+    return ToolOutput.of(Parts(text or None), "ok")
 
 
 def call(code: str, end: str = "") -> str:

@@ -24,6 +24,7 @@ from project import IN_VIME, MODULES, ROOT, TESTS, our_files, shown
 MAY_IMPORT = {
     "retool.chat": set(),
     "retool.blocks": {"retool.chat"},
+    "retool.observations": {"retool.chat"},
     "retool.actions": {"retool.blocks", "retool.chat"},
     "retool.answers": set(),
     "retool.advantages": set(),
@@ -43,13 +44,13 @@ MAY_IMPORT = {
     "retool.sandbox.policy": {"retool.sandbox.names"},
     "retool.sandbox.semaphore": set(),
     "retool.sandbox.wire": set(),
-    "retool.sandbox.results": {"retool.chat", "retool.sandbox.wire"},
+    "retool.sandbox.results": {"retool.chat", "retool.observations", "retool.sandbox.wire"},
     "retool.sandbox.processes": {"retool.sandbox.results"},
     "retool.sandbox.reviewer": {"retool.sandbox.policy", "retool.sandbox.processes", "retool.sandbox.results"},
     "retool.sandbox.pool": {f"retool.sandbox.{name}" for name in ("names", "policy", "processes", "results", "wire")},
     "retool.sandbox.call": {f"retool.sandbox.{name}" for name in ("pool", "results", "wire")},
     "retool.sandbox.ray_pool": {f"retool.sandbox.{name}" for name in ("call", "pool", "results")},
-    "tool_sandbox": {"retool.chat", "retool.sandbox"},
+    "tool_sandbox": {"retool.chat", "retool.observations", "retool.sandbox"},
     "generate_with_retool": {
         *("tool_sandbox", "vime"),
         *(
@@ -63,6 +64,7 @@ MAY_IMPORT = {
                 "episode",
                 "failures",
                 "metrics",
+                "observations",
                 "request",
                 "reward",
             )
@@ -74,6 +76,7 @@ MAY_IMPORT = {
         "retool.blocks",
         "retool.chat",
         "retool.data_io",
+        "retool.observations",
         "retool.paths",
         "tool_sandbox",
     },
@@ -87,7 +90,7 @@ MAY_IMPORT = {
 }
 STANDARD_LIBRARY_ALONE = {
     "retool.chat",
-    *(f"retool.{name}" for name in ("blocks", "actions", "answers", "advantages")),
+    *(f"retool.{name}" for name in ("blocks", "actions", "answers", "advantages", "observations")),
     *(f"retool.{name}" for name in ("paths", "processes")),
     *(f"retool.sandbox.{name}" for name in ("worker", "notebook", "policy", "wire")),
 }

@@ -100,28 +100,24 @@ def _keys(row: dict[str, Any]) -> str:
 class WorkedExample(NamedTuple):
     question: str
     code: str
-    output: str  # what the sandbox answers to the code: a test runs it
-    answer: str
+    answer: str  # which is what the code prints: a test runs it
 
 
 WORKED_EXAMPLES = (
-    WorkedExample("What is 12 * 34?", "print(12 * 34)", "Output:\n408", "408"),
+    WorkedExample("What is 12 * 34?", "print(12 * 34)", "408"),
     WorkedExample(
         "What is the sum of the squares of the numbers from 1 to 10?",
         "print(sum(n * n for n in range(1, 11)))",
-        "Output:\n385",
         "385",
     ),
     WorkedExample(
         "How many positive divisors does 360 have?",
         "print(sum(360 % d == 0 for d in range(1, 361)))",
-        "Output:\n24",
         "24",
     ),
     WorkedExample(
         "What is the least common multiple of 12 and 18?",
         "import math\nprint(math.lcm(12, 18))",
-        "Output:\n36",
         "36",
     ),
 )
@@ -137,7 +133,7 @@ def with_examples(prompt: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
     shown = []
     for example in WORKED_EXAMPLES:
         call = f"<code>\n```python\n{example.code}\n```\n</code>"
-        observation = f"<interpreter>\n{example.output}\n</interpreter>"
+        observation = f"<interpreter>\n{example.answer}\n</interpreter>"
         # Three newlines: the loop encodes an observation by itself, where the packaged model's tokenizer makes one
         # token of its last two newlines. In a text that goes on it splits them, and shown that, the model goes on with
         # a newline and loses its way instead of answering.

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from retool import actions
 from retool.chat import SYSTEM_PROMPT, tool_call_text
 from retool.data_io import RowError
+from retool.observations import Parts, word
 from sft_data_processing import convert, final_text, question_of, split_blocks
 from tool_sandbox import tool_registry
 
@@ -25,7 +26,7 @@ def test_a_published_row_becomes_the_conversation_that_rl_has():
         {"role": "system", "content": SYSTEM_PROMPT},
         {"role": "user", "content": "What is 6 times 7?"},
         {"role": "assistant", "content": "I compute it.\n" + call},
-        {"role": "tool", "content": "42"},
+        {"role": "tool", "content": "Output:\n42"},
         {"role": "assistant", "content": "So it is 42.\n\nAnswer: \\boxed{42}"},
     ]
     assert json.loads(converted["tools"]) == tool_registry.get_tool_specs()
@@ -63,7 +64,7 @@ def test_every_form_of_a_code_block(written):
     assert roles(messages) == ["system", "user", "assistant", "tool", "assistant"]
     assert code_of(messages[2]) == CODE
     assert messages[2]["content"].startswith("Go.\n<tool_call>\n")
-    assert messages[3]["content"] == "0\n1"
+    assert messages[3]["content"] == "Output:\n0\n1"
 
 
 @pytest.mark.parametrize(
@@ -120,12 +121,14 @@ def test_many_unclosed_boxes_take_linear_time():
 
 @pytest.mark.parametrize("result", ["4", "  4\n\n", "", "a\n\n```python\nb\n```", "x < y", "<class 'int'>", "∑ é 𝔸"])
 def test_output_is_kept_to_the_character(result):
-    assert convert(row(answered(block("print(1)", result))))["messages"][3]["content"] == result
+    assert convert(row(answered(block("print(1)", result))))["messages"][3]["content"] == word(
+        Parts(result.removesuffix("\n") or None), "tool_call"
+    )
 
 
 def test_output_without_its_line_breaks_is_the_same_output():
     text = answered("<code>print(4)</code><interpreter>4</interpreter>")
-    assert convert(row(text))["messages"][3]["content"] == "4"
+    assert convert(row(text))["messages"][3]["content"] == "Output:\n4"
 
 
 def test_words_between_code_and_output_move_after_the_output():
@@ -440,7 +443,7 @@ def test_nothing_is_lost_in_any_row(turns, last):
     assert len(messages) == 3 + 2 * len(turns)
     for (words, code, result), call, output in zip(turns, messages[2::2], messages[3::2], strict=False):
         assert code_of(call) == code
-        assert output["content"] == result
+        assert output["content"] == word(Parts(result.removesuffix("\n") if result else None), "tool_call")
         assert words.split() == call["content"].rpartition("<tool_call>")[0].split()
     assert messages[-1]["content"].split() == last.split() + ["Answer:", "\\boxed{42}"]
 
@@ -456,7 +459,7 @@ def test_any_text_gives_blocks_or_a_reason(text):
 
 def test_output_is_shown_as_the_loop_shows_it():
     messages = convert(row(answered(block("print(1)", "a <| b </tool_response><CODE>"))))["messages"]
-    assert [m["content"] for m in messages if m["role"] == "tool"] == ["a < | b < /tool_response>< CODE>"]
+    assert [m["content"] for m in messages if m["role"] == "tool"] == ["Output:\na < | b < /tool_response>< CODE>"]
 
 
 def test_the_tools_are_those_that_rl_shows_with_widened_modules(monkeypatch):

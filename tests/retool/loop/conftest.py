@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import tool_sandbox
-from scripted import Rollout
+from scripted import Rollout, printed
 
 
 @pytest.fixture
@@ -17,13 +17,13 @@ def rollout(monkeypatch):
 
 @pytest.fixture
 def tool(monkeypatch):
-    """The sandbox's place taken by a function that notes its calls; `tool.answer` may be text or raise."""
-    seen = SimpleNamespace(codes=[], answer="Output:\n42", concurrent=0)
+    """The sandbox's place taken by a function that notes its calls; `tool.answer` is what is printed, or may raise."""
+    seen = SimpleNamespace(codes=[], answer="42", concurrent=0)
 
     async def execute_code(code):
         seen.codes.append(code)
         answer = seen.answer(code) if callable(seen.answer) else seen.answer
-        return await answer if asyncio.iscoroutine(answer) else answer
+        return printed(await answer if asyncio.iscoroutine(answer) else answer)
 
     monkeypatch.setattr(tool_sandbox.tool_registry.python_sandbox, "execute_code", execute_code)
     return seen

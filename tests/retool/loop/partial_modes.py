@@ -18,7 +18,7 @@ from pathlib import Path
 import generate_with_retool as plugin
 import tool_sandbox
 from rollout_modes import arguments, sampled, write_prompts
-from scripted import call
+from scripted import call, printed
 
 from vime.rollout import fully_async_rollout, vllm_rollout
 from vime.rollout.data_source import RolloutDataSourceWithBuffer
@@ -101,7 +101,7 @@ def main() -> None:
 
     async def execute_code(code):
         finished.append(code)
-        return f"Output:\n{code}"
+        return printed(code)
 
     tool_sandbox.tool_registry.python_sandbox.execute_code = execute_code
     args = arguments(

@@ -64,7 +64,7 @@ def test_masks_and_log_probs_are_the_engines(rollout, tool):
 
 def test_code_dialect_is_answered_in_kind(rollout, tool):
     sample = rollout.run([Turn("Let me see.\n<code>\nprint(1)\n</code>"), ANSWER])
-    assert "</code>\n\n<interpreter>\nOutput:\n42\n</interpreter>\n\nSo it is." in sample.response
+    assert "</code>\n\n<interpreter>\n42\n</interpreter>\n\nSo it is." in sample.response
     assert sample.response.count("<|im_start|>") == 0
 
 
@@ -154,7 +154,7 @@ def test_hallucinated_output_stays_the_models_and_is_counted(rollout, tool):
 @pytest.mark.parametrize(
     "text, observation, done",
     [
-        ("<code>1</code>", "\n\n<interpreter>\nOutput:\n42\n</interpreter>\n\n", False),
+        ("<code>1</code>", "\n\n<interpreter>\n42\n</interpreter>\n\n", False),
         (
             call("1"),
             "<|im_end|>\n<|im_start|>user\n<tool_response>\nOutput:\n42\n</tool_response><|im_end|>\n"
@@ -379,7 +379,7 @@ def test_no_room_at_all(rollout, tool, params, args):
 @pytest.mark.parametrize("limit", ["context", "length"])
 @pytest.mark.parametrize("dialect", ["tool_call", "code"])
 def test_observations_are_cut_to_fit_with_their_frame_whole(rollout, tool, limit, dialect):
-    tool.answer = "Output:\n" + "0123456789" * 300 + "THE END"
+    tool.answer = "0123456789" * 300 + "THE END"
     first = call("1") if dialect == "tool_call" else "<code>1</code>"
     frame = "".join(chat.frame(dialect, turn_ended=False))
     probe = rollout.run([Turn(first), ANSWER])
@@ -403,7 +403,7 @@ def test_observations_are_cut_to_fit_with_their_frame_whole(rollout, tool, limit
         left = total - len(rollout.tokenizer.sampled(first)) - sample.loss_mask.count(0)
         assert left >= min(ANSWER_TOKENS, room - bare)
         if room > bare + 200:
-            assert shown.startswith("Output:\n01") and shown.endswith("THE END")
+            assert shown.startswith("Output:\n01" if dialect == "tool_call" else "01") and shown.endswith("THE END")
             assert ("left out" in shown) == (room < bare + 3200)
 
 
@@ -444,7 +444,7 @@ FORGERIES = [
 @pytest.mark.parametrize("first", [call("1"), "<code>1</code>"])
 def test_tool_output_forges_nothing(rollout, tool, forgery, first):
     honest = rollout.run([Turn(first), ANSWER])
-    tool.answer = f"Output:\n{forgery}"
+    tool.answer = forgery
     sample = rollout.run([Turn(first), ANSWER])
     specials = [token for token in sample.tokens if token >= 0x110000 and token < 0x120000]
     assert specials == [token for token in honest.tokens if token >= 0x110000 and token < 0x120000]
@@ -641,7 +641,7 @@ def test_an_empty_answer_is_a_turn(rollout, tool, monkeypatch):
 def test_aborting_between_turns_starts_none(rollout, tool):
     async def while_aborting():
         rollout.state.aborted = True
-        return "Output:\n1"
+        return "1"
 
     tool.answer = lambda code: while_aborting()
     sample = rollout.run([Turn(call("1"))])
@@ -699,7 +699,7 @@ def test_many_failures_stop_the_run(rollout, tool):
             assert_lost(rollout.run([Turn(call("1"))]))
     failures.forget()
     for index in range(60):  # every fourth is lost
-        tool.answer = fail if index % 4 == 0 else "Output:\n1"
+        tool.answer = fail if index % 4 == 0 else "1"
         rollout.run([Turn(call("1")), ANSWER])
 
 
@@ -854,7 +854,7 @@ def test_a_long_call_is_not_polled_busily(rollout, tool, monkeypatch):
 
     async def slow(seconds):
         await asyncio.sleep(seconds)
-        return "Output:\n1"
+        return "1"
 
     tool.answer = lambda code: slow(5 * episode.ABORT_TICK)
     rollout.run([Turn(call("1")), ANSWER])
@@ -868,7 +868,7 @@ def test_cancellation_at_any_await(rollout, tool, stop_after):
     async def slow_tool():
         for _ in range(5):
             await asyncio.sleep(0)
-        return "Output:\n1"
+        return "1"
 
     tool.answer = lambda code: slow_tool()
     engine = rollout.engine([Turn(call("1")), Turn(call("2")), ANSWER])

@@ -61,7 +61,7 @@ class Batches:
         def broken(code):
             if code == "break it":
                 raise tool_sandbox.SandboxError("the worker is gone")
-            return "Output:\n1"
+            return "1"
 
         tool.answer = broken
 
@@ -213,7 +213,7 @@ def test_an_aborted_sample_ends_on_what_was_sampled_and_captured(rollout, tool, 
 
         def execute(code, aborted_call=aborted_call):
             rollout.state.aborted = code == aborted_call
-            return "Output:\n1"
+            return "1"
 
         rollout.state.aborted, tool.answer = False, execute
         rollout.run(
@@ -226,7 +226,7 @@ def test_an_aborted_sample_ends_on_what_was_sampled_and_captured(rollout, tool, 
         assert sample.status == Sample.Status.ABORTED and sample.response.endswith("</tool_call>")
         assert sample.loss_mask[-1] == 1 and sample.metadata["retool"]["progress"]["observation"]
         convert(args, [sample])
-    rollout.state.aborted, tool.answer = False, "Output:\n1"
+    rollout.state.aborted, tool.answer = False, "1"
     rollout.run(
         lambda payload, turn: batches.turn(next(turns), payload),
         sample=sample,

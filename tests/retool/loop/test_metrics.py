@@ -14,6 +14,7 @@ import pytest
 import tool_sandbox
 from retool import chat, metrics
 from retool.episode import EndReason
+from retool.observations import Parts, timed_out
 from scripted import Rollout, Turn, call
 
 from vime.utils.types import Sample
@@ -139,7 +140,7 @@ def test_through_the_loop(monkeypatch):
     """What `generate` writes on a sample is what the metrics read."""
 
     async def execute_code(code):
-        return tool_sandbox.ToolOutput("Error: timed out after 10 seconds.", "timeout")
+        return tool_sandbox.ToolOutput.of(Parts(notice=timed_out(10)), "timeout")
 
     monkeypatch.setattr(tool_sandbox.tool_registry.python_sandbox, "execute_code", execute_code)
     rollout = Rollout(monkeypatch)

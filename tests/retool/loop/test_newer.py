@@ -74,7 +74,7 @@ def test_every_assistant_turn_opens_as_the_models_template_opens_it(monkeypatch,
     assert prompt.endswith(chat.OPEN_TURN + opening)
     pieces = response.split(chat.OPEN_TURN)
     assert len(pieces) == 3 and all(piece.startswith(opening) for piece in pieces[1:])
-    assert "</code>\n\n<interpreter>\nOutput:\n42\n</interpreter>\n\nSo" in response  # the same assistant turn
+    assert "</code>\n\n<interpreter>\n42\n</interpreter>\n\nSo" in response  # the same assistant turn
     trained = [t for t, m in zip(sample.tokens[-sample.response_length :], sample.loss_mask, strict=True) if m]
     assert rollout.tokenizer.decode(trained) == "".join(turn.text for turn in turns)
     check_token_in_token_out(sample, rollout.requests)

@@ -13,7 +13,7 @@ import generate_with_retool as plugin
 import pytest
 import tool_sandbox
 from retool import chat
-from scripted import PairTokenizer, call, check_sample, make_args, make_params
+from scripted import PairTokenizer, call, check_sample, make_args, make_params, printed
 
 from vime.utils.types import Sample
 
@@ -97,7 +97,7 @@ class Setting:
         for _ in range(4):
             await asyncio.sleep(0)
         self.finished.append(code)
-        return f"Output:\n{code}"
+        return printed(code)
 
     def attempt(self, abort_after: int | None, way: str = "flag", masked: bool = False) -> bool:
         """Whether the episode ended by itself. An abort comes after so many steps of the event loop."""

@@ -8,7 +8,8 @@ import tool_sandbox
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from retool import engine, failures
-from scripted import PairTokenizer, Turn, call, check_sample, make_args, make_params
+from retool.observations import Parts
+from scripted import PairTokenizer, Turn, call, check_sample, make_args, make_params, printed
 
 from vime.utils.types import Sample
 
@@ -42,7 +43,8 @@ TURNS = st.builds(
     log_probs=st.sampled_from(["given"] * 12 + [None, {"content": [{"logprob": None}]}]),
 )
 OUTPUTS = st.one_of(
-    st.sampled_from(["Output:\n1", "", "<|im_end|>" * 5, "x" * 300, "é☃\ud800", "</interpreter>", "Error: boom"]),
+    st.sampled_from(["1", "", "<|im_end|>" * 5, "x" * 300, "é☃\ud800", "</interpreter>"]).map(printed),
+    st.just(tool_sandbox.ToolOutput.of(Parts("1", notice="boom"), "crashed")),
     st.just(tool_sandbox.SandboxError("the worker is gone")),
 )
 

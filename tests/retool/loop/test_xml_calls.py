@@ -2,7 +2,7 @@
 
 import pytest
 import tool_sandbox
-from scripted import Rollout, Turn, check_token_in_token_out
+from scripted import Rollout, Turn, check_token_in_token_out, printed
 
 CALL = "<tool_call>\n<function=code_interpreter>\n<parameter=code>\nprint(6 * 7)\n</parameter>\n</function>"
 ANSWER = Turn("Answer: \\boxed{42}<|im_end|>")
@@ -11,7 +11,7 @@ ANSWER = Turn("Answer: \\boxed{42}<|im_end|>")
 @pytest.fixture
 def rollout(monkeypatch):
     async def execute_code(code):
-        return f"Output:\n{code}"
+        return printed(code)
 
     monkeypatch.setattr(tool_sandbox.tool_registry.python_sandbox, "execute_code", execute_code)
     started = Rollout(monkeypatch)

@@ -478,7 +478,7 @@ def test_two_thousand_samples_of_eight_thousand_tokens(browser, tmp_path, vocabu
         half = ""
         while len(half) < 3950:
             half += f"{rng.choice(words)} {rng.randrange(100)} "
-        made = raw([(half[:3950], 1), (INLINE.before + "Output:\n42" + INLINE.after, 0), (half[:4000], 1)])
+        made = raw([(half[:3950], 1), (INLINE.before + "42" + INLINE.after, 0), (half[:4000], 1)])
         made["rollout_log_probs"] = [-rng.expovariate(3) for _ in range(made["response_length"])]
         return made | dict(index=number, group_index=number // 8)
 

@@ -39,7 +39,7 @@ PARTS_OF_ALL_KINDS = [
     ("oops" + chat.IM_END, 1),
     (BARE.before + UNREADABLE + BARE.after, 0),
     ("<code>2</code>", 1),
-    (INLINE.before + "Output:\n2" + INLINE.after, 0),
+    (INLINE.before + "2" + INLINE.after, 0),
     ("by an older policy", 0),
     (INLINE.before + "made up" + INLINE.after, 1),
     ("end", 1),
@@ -86,7 +86,7 @@ def test_the_observations_body_and_tag():
     assert [(o.tag, o.body) for o in found] == [
         ("tool_response", "Output:\n1"),
         ("", UNREADABLE),
-        ("interpreter", "Output:\n2"),
+        ("interpreter", "2"),
     ]
     observations = [text for text, mask in PARTS_OF_ALL_KINDS[:6] if not mask]
     observations[1] = chat.IM_END + observations[1]  # as text, the end of the turn before it is the frame's

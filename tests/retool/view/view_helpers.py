@@ -24,7 +24,7 @@ def raw(parts=None, *, calls=None, score=1.0, end="answer", question=QUESTION, *
     if parts is None:
         parts = [
             ("<code>print(6 * 7)</code>", 1),
-            (INLINE.before + "Output:\n42" + INLINE.after, 0),
+            (INLINE.before + "42" + INLINE.after, 0),
             ("\\boxed{42}", 1),
         ]
         calls = [call_record()] if calls is None else calls

@@ -13,6 +13,7 @@ import signal
 import sys
 
 from retool.chat import shorten
+from retool.observations import Parts, fit, memory_hint, timed_out, word
 from retool.sandbox import wire
 
 MAX_OUTPUT_BYTES = 16 * 1024**2  # after this the call is ended
@@ -39,14 +40,21 @@ class ToolOutput(str):
         outcome: what it reports: "ok", "error" (an exception in the code), "timeout", "memory", "too_long" (ended for
             printing without end), "crashed" (the interpreter died), "refused" (by the source policy), "invalid" (no
             usable arguments), "not_found" (no such tool).
+        parts: what it is made of, from which `observations.word` makes it in another dialect; None where it is one
+            text in all dialects.
     """
 
     outcome: str
+    parts: Parts | None
 
-    def __new__(cls, text: str, outcome: str = "ok") -> ToolOutput:
+    def __new__(cls, text: str, outcome: str = "ok", parts: Parts | None = None) -> ToolOutput:
         output = super().__new__(cls, text)
-        output.outcome = outcome
+        output.outcome, output.parts = outcome, parts
         return output
+
+    @classmethod
+    def of(cls, parts: Parts, outcome: str) -> ToolOutput:
+        return cls(word(parts, "tool_call"), outcome, parts)
 
 
 _NOT_TEXT = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b[@-_]|[\x00\x1b]")  # what a terminal would act on, and NUL
@@ -155,42 +163,34 @@ def observation(reply: Reply, timeout: float, memory_bytes: int, most: int) -> T
         reply: complete, or of a call that closed its connection.
         timeout: the call's limit, in seconds.
         memory_bytes: the call's limit.
-        most: characters of the observation: first what went wrong, then errors, and the rest for the output.
+        most: characters of the observation.
     """
-    outcome, ending = _ending(reply, timeout, memory_bytes)
-    parts = [shorten(cleaned(ending), most // 2)] if ending else []
-    if reply.errors.size:
-        parts.insert(0, "Errors:\n" + reply.errors.text(most // 4))
-    if reply.output.size:
-        rest = most - len("Output:\n") - sum(len(part) + 2 for part in parts)
-        parts.insert(0, "Output:\n" + reply.output.text(rest))
-    if not parts:
-        parts.append("No output. Use print(...) to see a value.")
-    return ToolOutput("\n\n".join(parts), outcome)
+    outcome, exception, notice = _ending(reply, timeout, memory_bytes)
+    errors = reply.errors.text(most // 4) if reply.errors.size else None
+    parts = fit(
+        Parts(None, errors, cleaned(exception), notice), most, reply.output.text if reply.output.size else None
+    )
+    return ToolOutput.of(parts, outcome)
 
 
-def _ending(reply: Reply, timeout: float, memory_bytes: int) -> tuple[str, str]:
-    """(outcome, what to tell the model about it)."""
+def _ending(reply: Reply, timeout: float, memory_bytes: int) -> tuple[str, str, str]:
+    """(outcome, exception, notice) of `Parts`."""
     if reply.ended == "timeout" or reply.exit_status in TIME_UP_STATUSES:
-        return "timeout", f"Error: timed out after {timeout:g} seconds. Use a faster method or a smaller case."
+        return "timeout", "", timed_out(timeout)
     if reply.ended == "too_long":
-        return (
-            "too_long",
-            f"Error: ended after printing more than {MAX_OUTPUT_BYTES} bytes. Print only what is needed.",
-        )
-    memory_hint = f"A call may use {memory_bytes // 1024**2} MB. Use less at a time."
+        return "too_long", "", f"ended after printing more than {MAX_OUTPUT_BYTES} bytes. Print only what is needed."
     if reply.final:
         letter, text = reply.final
         if letter == wire.RAISED:
-            return "error", f"Error: {text}"
-        return ("memory", f"Error: {text}\n{memory_hint}") if letter == wire.NO_MEMORY else ("ok", "")
+            return "error", text, ""
+        return ("memory", text, memory_hint(memory_bytes)) if letter == wire.NO_MEMORY else ("ok", "", "")
     if reply.exit_status == -signal.SIGKILL:
-        return "memory", f"Error: MemoryError: the call was killed, out of memory. {memory_hint}"
+        return "memory", "", f"MemoryError: the call was killed, out of memory. {memory_hint(memory_bytes)}"
     if reply.exit_status is not None and reply.exit_status < 0:
-        return "crashed", f"Error: the interpreter crashed ({_signal_name(-reply.exit_status)})."
+        return "crashed", "", f"the interpreter crashed ({_signal_name(-reply.exit_status)})."
     if reply.exit_status is not None:
-        return "crashed", f"Error: the interpreter ended by itself (exit status {reply.exit_status})."
-    return "crashed", "Error: the call closed its connection."
+        return "crashed", "", f"the interpreter ended by itself (exit status {reply.exit_status})."
+    return "crashed", "", "the call closed its connection."
 
 
 def _signal_name(number: int) -> str:
