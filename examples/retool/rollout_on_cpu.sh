@@ -19,7 +19,7 @@ for argument; do # a Python is not installed to answer this
     fi
 done
 need_python
-export PYTHONPATH="$here${PYTHONPATH:+:$PYTHONPATH}"
+export PYTHONPATH="$here"
 # -P: what lies in the directory that the run is started from is not imported.
 # --help, wrong options and bad problem files are answered before anything is installed.
 "$python" -P -m cpu.check "$@" || { code=$? && exit "$((code == 10 ? 0 : code))"; }

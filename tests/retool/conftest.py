@@ -7,6 +7,7 @@ checkout; RETOOL_ALL_TESTS=1 (which run.sh sets) or any `-m` expression runs the
 """
 
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -19,6 +20,12 @@ VIME = Path(os.environ.get("VIME_ROOT") or (ROOT if (ROOT / "vime").is_dir() els
 
 for folder in (VIME, TESTS, EXAMPLE):
     sys.path.insert(0, str(folder))
+
+# Started by nohup, or in the background of a script, a process ignores these signals, and so does all that it starts. What
+# is handled, if only by doing nothing, starts at its default in a program that is started.
+for signum in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+    if signal.getsignal(signum) == signal.SIG_IGN:
+        signal.signal(signum, signal.default_int_handler if signum == signal.SIGINT else lambda *_: None)
 
 SLOW = {
     "engine": "starts vLLM on the CPU",

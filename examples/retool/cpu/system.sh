@@ -10,6 +10,8 @@
 # shellcheck source=examples/retool/cpu/cache.sh
 source "$(dirname "${BASH_SOURCE[0]}")/cache.sh"
 unpacked="$RETOOL_CACHE/system"
+# The caller's own modules and settings of Python are none of this: one of them may be another version's.
+for name in $(compgen -e PYTHON); do if [[ $name != PYTHON ]]; then unset "$name"; fi; done
 
 say() { printf '%s\n' "$*" >&2; }
 die() {

@@ -273,38 +273,34 @@ def litter_of(log: Path) -> Path:
     return Path("/dev/shm", log.read_text().split()[1])
 
 
-@pytest.mark.parametrize("end", ["stopped", "killed", "run killed"])
-def test_a_server_leaves_no_temporary_file_and_no_shared_memory(tmp_path, cache, end):
-    log = tmp_path / "server.log"
-    port = free_ports(1)[0]
-    if end == "run killed":
-        run = f"""if True:
-            import sys, time
-            sys.path.insert(0, {str(EXAMPLE)!r})
-            from cpu import servers
-            from pathlib import Path
-            servers.start_server("server", [sys.executable, "-c", {LITTERER!r}], {port}, Path({str(log)!r}), {{}})
-            time.sleep(600)
-        """
-        process = subprocess.Popen([sys.executable, "-c", run], cwd=tmp_path)
-        memory = litter_of(log)
-        assert memory.exists() and list(cache.glob("*/socket"))
-        process.kill()
-        process.wait()
-    else:
-        server = servers.start_server("server", [sys.executable, "-c", LITTERER], port, log, {})
-        memory = litter_of(log)
-        assert memory.exists() and list(cache.glob("*/socket"))
-        if end == "killed":
-            [pid] = [
-                pid
-                for pid in group_of(server.process.pid)
-                if b"SharedMemory" in cmdline(pid) and pid != server.process.pid
-            ]
-            os.kill(pid, signal.SIGKILL)
-            wait_for(lambda: server.exit_code() == 137)
-        servers.stop_server(server)
-    wait_for(lambda: not memory.exists() and not list(cache.iterdir()), timeout=60)
+def test_servers_leave_no_temporary_file_and_no_shared_memory(tmp_path, cache):
+    """One that is stopped, one that is killed, one whose run is killed; side by side, since each waits out its grace."""
+    logs = {end: tmp_path / f"{end}.log" for end in ("stopped", "killed", "run killed")}
+    ports = dict(zip(logs, free_ports(3), strict=True))
+    run = f"""if True:
+        import sys, time
+        sys.path.insert(0, {str(EXAMPLE)!r})
+        from cpu import servers
+        from pathlib import Path
+        log = Path({str(logs["run killed"])!r})
+        servers.start_server("server", [sys.executable, "-c", {LITTERER!r}], {ports["run killed"]}, log, {{}})
+        time.sleep(600)
+    """
+    process = subprocess.Popen([sys.executable, "-c", run], cwd=tmp_path)
+    stopped, killed = (
+        servers.start_server("server", [sys.executable, "-c", LITTERER], ports[end], logs[end], {})
+        for end in ("stopped", "killed")
+    )
+    memories = [litter_of(log) for log in logs.values()]
+    assert all(memory.exists() for memory in memories) and len(list(cache.glob("*/socket"))) == 3
+    process.kill()
+    process.wait()
+    [pid] = [pid for pid in group_of(killed.process.pid) - {killed.process.pid} if b"SharedMemory" in cmdline(pid)]
+    os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: killed.exit_code() == 137)
+    servers.stop_server(killed)
+    servers.stop_server(stopped)
+    wait_for(lambda: not any(memory.exists() for memory in memories) and not list(cache.iterdir()), timeout=60)
 
 
 def cmdline(pid: int) -> bytes:
