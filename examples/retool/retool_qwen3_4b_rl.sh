@@ -8,7 +8,7 @@
 #   HF_CHECKPOINT=/root/Qwen/Qwen3-4B-Instruct-2507 REF_LOAD=/root/Qwen/Qwen3-4B-Instruct-2507_retool_sft bash ...
 # (vime takes architecture and tokenizer from HF_CHECKPOINT, the weights from REF_LOAD).
 #
-# Settings (environment):
+# Settings (environment), from which launch/main.py makes the flags that are not below:
 #   VIME_ROOT        vime checkout                        (the one this file lies in)
 #   MODEL_SCRIPT     one of vime's scripts/models         (qwen3-4B); with another one HF_CHECKPOINT must be set
 #   MEGATRON_ROOT    Megatron-LM checkout                 (/root/Megatron-LM)
@@ -25,42 +25,7 @@
 #   RAY_ADDRESS      a running Ray cluster to use         (none: one is started on loopback and stopped at the end)
 #   WANDB_KEY        turns wandb on; WANDB_PROJECT and WANDB_GROUP name the run
 set -euo pipefail
-# shellcheck source-path=SCRIPTDIR source=launch/common.sh
-source "$(dirname -- "${BASH_SOURCE[0]}")/launch/common.sh"
-
-TRAIN_SCRIPT=train.py
-PARALLEL_ARGS=(--tensor-model-parallel-size 2 --sequence-parallel)
-VLLM_ARGS=(
-    --rollout-num-gpus-per-engine 2
-    --vllm-gpu-memory-utilization 0.7
-)
-
-check_environment
-check_gpu_split "${PERF_ARGS[@]}" "${PARALLEL_ARGS[@]}" "${VLLM_ARGS[@]}" "$@"
-check_flags "$@"
-set_model font-info/qwen3-4b-sft-SGLang-RL "${DOWNLOADS}/font-info/qwen3-4b-sft"
-SAVE="${SAVE:-${HF_CHECKPOINT}_retool_rl}"
-PROMPT_DATA="$(absolute "${PROMPT_DATA:-$(first_file \
-    "${VIME_ROOT}/data/retool/dapo-math-17k.jsonl" "${DOWNLOADS}/dapo-math-17k/dapo-math-17k.jsonl")}")"
-EVAL_DATA="$(absolute "${EVAL_DATA:-$(first_file \
-    "${VIME_ROOT}/data/retool/aime-2024.jsonl" "${DOWNLOADS}/aime-2024/aime-2024.jsonl")}")"
-
-check_checkpoint
-check_save "$@"
-check_file PROMPT_DATA "make it: python ${PLUGIN_DIR}/rl_data_preprocess.py --output ${PROMPT_DATA}"
-check_file EVAL_DATA \
-    "make it: python ${PLUGIN_DIR}/rl_data_preprocess.py --dataset zhuzilin/aime-2024 --output ${EVAL_DATA}"
-stop_on_problems
-load_model_args "$@"
-prepare_checkpoint
-
-CKPT_ARGS=(
-    --hf-checkpoint "$HF_CHECKPOINT"
-    --ref-load "$REF_LOAD"
-    --load "$SAVE"
-    --save "$SAVE"
-    --save-interval 20
-)
+PLUGIN_DIR="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)"
 
 ROLLOUT_ARGS=(
     --custom-generate-function-path generate_with_retool.generate
@@ -69,7 +34,6 @@ ROLLOUT_ARGS=(
     --custom-rollout-log-function-path generate_with_retool.log_rollout_data
     --custom-eval-rollout-log-function-path generate_with_retool.log_eval_rollout_data
     --reward-key score
-    --prompt-data "$PROMPT_DATA"
     --input-key prompt # without --apply-chat-template: the plugin renders the prompt, with its tools
     --label-key label
     --rollout-shuffle
@@ -81,16 +45,13 @@ ROLLOUT_ARGS=(
     --global-batch-size 256
     --balance-data
 )
-
 EVAL_ARGS=(
     --eval-interval 20
-    --eval-prompt-data aime "$EVAL_DATA"
     --n-samples-per-eval-prompt 16
     --eval-max-response-len 16384
     --eval-top-p 1
     --eval-reward-key acc
 )
-
 GRPO_ARGS=(
     --advantage-estimator grpo
     --use-kl-loss
@@ -100,7 +61,6 @@ GRPO_ARGS=(
     --eps-clip 0.2
     --eps-clip-high 0.28
 )
-
 OPTIMIZER_ARGS=(
     --optimizer adam
     --lr 1e-6
@@ -108,25 +68,35 @@ OPTIMIZER_ARGS=(
     --weight-decay 0.1
     --adam-beta1 0.9
     --adam-beta2 0.98
+    --save-interval 20
+)
+PERF_ARGS=(
+    --colocate
+    --tensor-model-parallel-size 2
+    --sequence-parallel
+    --pipeline-model-parallel-size 1
+    --context-parallel-size 1
+    --expert-model-parallel-size 1
+    --expert-tensor-parallel-size 1
+    --recompute-granularity full
+    --recompute-method uniform
+    --recompute-num-layers 1
+    --use-dynamic-batch-size
+    --max-tokens-per-gpu 9216
+    --rollout-num-gpus-per-engine 2
+    --vllm-gpu-memory-utilization 0.7
+)
+MISC_ARGS=(
+    --attention-dropout 0.0 # Megatron's default is 0.1
+    --hidden-dropout 0.0
+    --accumulate-allreduce-grads-in-fp32
+    --attention-softmax-in-fp32
+    --attention-backend flash
 )
 
-# shellcheck disable=SC2034 # read by launch
-RUNTIME_ENV=()
-wandb_args qwen3-4b-retool-rl
-
-launch \
-    --actor-num-nodes "$NUM_NODES" \
-    --actor-num-gpus-per-node "$NUM_GPUS" \
-    --colocate \
-    "${MODEL_ARGS[@]}" \
-    "${CKPT_ARGS[@]}" \
-    "${ROLLOUT_ARGS[@]}" \
-    "${EVAL_ARGS[@]}" \
-    "${OPTIMIZER_ARGS[@]}" \
-    "${GRPO_ARGS[@]}" \
-    "${WANDB_ARGS[@]}" \
-    "${PERF_ARGS[@]}" \
-    "${PARALLEL_ARGS[@]}" \
-    "${VLLM_ARGS[@]}" \
-    "${MISC_ARGS[@]}" \
-    "$@"
+command -v python3 >/dev/null || {
+    echo "error: no python3 in PATH; activate the environment that vime is installed in" >&2
+    exit 1
+}
+exec python3 "${PLUGIN_DIR}/launch/main.py" rl "${ROLLOUT_ARGS[@]}" "${EVAL_ARGS[@]}" "${GRPO_ARGS[@]}" \
+    "${OPTIMIZER_ARGS[@]}" "${PERF_ARGS[@]}" "${MISC_ARGS[@]}" -- "$@"

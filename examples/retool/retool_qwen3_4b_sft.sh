@@ -4,7 +4,7 @@
 #   bash examples/retool/retool_qwen3_4b_sft.sh [further vime flags, which win over those below]
 #   DRY_RUN=1 bash examples/retool/retool_qwen3_4b_sft.sh     # print the command, start nothing
 #
-# Settings (environment):
+# Settings (environment), from which launch/main.py makes the flags that are not below:
 #   VIME_ROOT        vime checkout                        (the one this file lies in)
 #   MODEL_SCRIPT     one of vime's scripts/models         (qwen3-4B); with another one HF_CHECKPOINT must be set
 #   MEGATRON_ROOT    Megatron-LM checkout                 (/root/Megatron-LM)
@@ -18,37 +18,10 @@
 #   RAY_ADDRESS      a running Ray cluster to use         (none: one is started on loopback and stopped at the end)
 #   WANDB_KEY        turns wandb on; WANDB_PROJECT and WANDB_GROUP name the run
 set -euo pipefail
-# shellcheck source-path=SCRIPTDIR source=launch/common.sh
-source "$(dirname -- "${BASH_SOURCE[0]}")/launch/common.sh"
-
-TRAIN_SCRIPT=train_async.py
-PARALLEL_ARGS=(--tensor-model-parallel-size 1)
-
-check_environment
-check_gpu_split "${PERF_ARGS[@]}" "${PARALLEL_ARGS[@]}" "$@"
-check_flags "$@"
-set_model Qwen/Qwen3-4B-Instruct-2507 "${DOWNLOADS}/Qwen/Qwen3-4B-Instruct-2507"
-SAVE="${SAVE:-${HF_CHECKPOINT}_retool_sft}"
-SFT_DATA="$(absolute "${SFT_DATA:-${VIME_ROOT}/data/retool/ReTool-SFT.parquet}")"
-
-check_checkpoint
-check_save "$@"
-check_file SFT_DATA "make it: python ${PLUGIN_DIR}/sft_data_processing.py --output ${SFT_DATA}"
-stop_on_problems
-load_model_args "$@"
-prepare_checkpoint
-
-CKPT_ARGS=(
-    --hf-checkpoint "$HF_CHECKPOINT"
-    --ref-load "$REF_LOAD"
-    --load "$SAVE"
-    --save "$SAVE"
-    --save-interval 1000 # vime saves at the end of each epoch as well
-)
+PLUGIN_DIR="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)"
 
 SFT_ARGS=(
     --rollout-function-path vime.rollout.sft_rollout.generate_rollout
-    --prompt-data "$SFT_DATA"
     --input-key messages
     --tool-key tools
     --loss-mask-type qwen # the one whose token ids are those of the RL loop
@@ -61,7 +34,6 @@ SFT_ARGS=(
     --disable-compute-advantages-and-returns
     --debug-train-only
 )
-
 OPTIMIZER_ARGS=(
     --optimizer adam
     --lr 1e-5
@@ -71,21 +43,31 @@ OPTIMIZER_ARGS=(
     --weight-decay 0.1
     --adam-beta1 0.9
     --adam-beta2 0.95
+    --save-interval 1000 # vime saves at the end of each epoch as well
+)
+PERF_ARGS=(
+    --tensor-model-parallel-size 1
+    --pipeline-model-parallel-size 1
+    --context-parallel-size 1
+    --expert-model-parallel-size 1
+    --expert-tensor-parallel-size 1
+    --recompute-granularity full
+    --recompute-method uniform
+    --recompute-num-layers 1
+    --use-dynamic-batch-size
+    --max-tokens-per-gpu 9216
+)
+MISC_ARGS=(
+    --attention-dropout 0.0 # Megatron's default is 0.1
+    --hidden-dropout 0.0
+    --accumulate-allreduce-grads-in-fp32
+    --attention-softmax-in-fp32
+    --attention-backend flash
 )
 
-# shellcheck disable=SC2034 # read by launch
-RUNTIME_ENV=("PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True")
-wandb_args qwen3-4b-retool-sft
-
-launch \
-    --actor-num-nodes "$NUM_NODES" \
-    --actor-num-gpus-per-node "$NUM_GPUS" \
-    "${MODEL_ARGS[@]}" \
-    "${CKPT_ARGS[@]}" \
-    "${SFT_ARGS[@]}" \
-    "${OPTIMIZER_ARGS[@]}" \
-    "${WANDB_ARGS[@]}" \
-    "${PERF_ARGS[@]}" \
-    "${PARALLEL_ARGS[@]}" \
-    "${MISC_ARGS[@]}" \
-    "$@"
+command -v python3 >/dev/null || {
+    echo "error: no python3 in PATH; activate the environment that vime is installed in" >&2
+    exit 1
+}
+exec python3 "${PLUGIN_DIR}/launch/main.py" sft "${SFT_ARGS[@]}" "${OPTIMIZER_ARGS[@]}" "${PERF_ARGS[@]}" \
+    "${MISC_ARGS[@]}" -- "$@"

@@ -38,6 +38,7 @@ MAY_IMPORT = {
     "retool.data_io": {"retool.paths"},
     "retool.paths": set(),
     "retool.processes": set(),
+    "retool.supervise": {"retool.processes"},
     "retool.sandbox.worker": set(),
     "retool.sandbox.notebook": set(),
     "retool.sandbox.names": set(),
@@ -81,7 +82,9 @@ MAY_IMPORT = {
         "tool_sandbox",
     },
     "rl_data_preprocess": {"retool.actions", "retool.chat", "retool.data_io"},
-    "launch": {"launch", "retool.processes"},
+    # ask_vime.py runs in a process of its own, on vime's path.
+    "launch.ask_vime": {"vime"},
+    "launch": {"launch", "retool.paths", "retool.processes", "retool.supervise"},
     # The CPU run plays the trainer's part, so it goes through vime's rollout; nothing imports it.
     "cpu": {"cpu", "retool", "tool_sandbox", "generate_with_retool", "vime", "view", "view_rollouts"},
     # The page reads what a rollout left: the frames of observations and the metrics, nothing that runs.
@@ -91,7 +94,7 @@ MAY_IMPORT = {
 STANDARD_LIBRARY_ALONE = {
     "retool.chat",
     *(f"retool.{name}" for name in ("blocks", "actions", "answers", "advantages", "observations")),
-    *(f"retool.{name}" for name in ("paths", "processes")),
+    *(f"retool.{name}" for name in ("paths", "processes", "supervise")),
     *(f"retool.sandbox.{name}" for name in ("worker", "notebook", "policy", "wire")),
 }
 

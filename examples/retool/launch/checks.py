@@ -1,230 +1,411 @@
-#!/usr/bin/env python3
-"""The checks of the launch scripts that need more than a shell: checkpoints, model sizes, flags.
+"""What is checked before a launch starts anything: the machine, paths, GPUs and CPUs, data, room on the disk.
 
-    python3 checks.py rope-theta CONFIG                   -> the checkpoint's rope theta as a whole number
-    python3 checks.py checkpoint FOLDER                   -> what the Hugging Face checkpoint lacks
-    python3 checks.py megatron FOLDER                     -> whether it is a whole Megatron checkpoint, as exit code
-    python3 checks.py model CONFIG NAME -- FLAGS...       -> sizes in which the model script NAME and the config differ
-    python3 checks.py flags VIME MEGATRON -- FLAGS...     -> flags that neither vime nor Megatron know
+    machine, paths                  need the settings alone
+    command                         needs the whole command line of the job
 
-Contract: one line for each thing that is wrong, nothing if nothing is; standard library only; nothing is written.
+Contract: every check yields one `Finding` for each thing that is wrong, nothing if nothing is. Nothing is written. What
+a flag may be is for vime's own parser (ask_vime.py); here is what it does not look at.
 """
 
 from __future__ import annotations
 
-import argparse
-import difflib
-import importlib.util
-import json
+import itertools
+import math
 import os
 import re
-import sys
-from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
-from typing import Any
+import shutil
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
-TRACKER = "latest_checkpointed_iteration.txt"
-WEIGHTS = ("model.safetensors", "pytorch_model.bin")
-INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
-TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "tokenizer.model", "tiktoken.model", "tokenizer_config.json")
-# What vime compares when the job has started, minutes later. Names in config.json, and the flags of a model script.
-SIZES = (
-    ("num_hidden_layers", "--num-layers"),
-    ("hidden_size", "--hidden-size"),
-    ("num_attention_heads", "--num-attention-heads"),
-    ("intermediate_size", "--ffn-hidden-size"),
-    ("num_key_value_heads", "--num-query-groups"),
-)
-MOE_KEYS = ("num_experts", "n_routed_experts", "num_local_experts")
-# Where flags are defined: as a text "--name", or as a field of a dataclass that a parser is made from.
-FLAG_TEXT = re.compile(r"""["'](--[a-zA-Z][\w-]*)["']""")
-FIELD = re.compile(r"^    (\w+)\s*:", re.MULTILINE)
-# Other programs' flags under a prefix: the package, and its folders that define flags.
-PREFIXED = {"vllm": ("vllm", ("engine", "config", "entrypoints")), "router": ("vllm_router", (".",))}
-MAX_SHORT_ALIAS_CHARS = 3  # vLLM's short names of flags (--vllm-dp) are written in no form that can be found
+from launch import checkpoints, data_files, ray_job
+from launch.checkpoints import TRACKER
+from launch.settings import PLUGIN, Settings, last_value, number
+from retool.paths import closed_folder
+from retool.supervise import LaunchError
+
+BYTES_PER_PARAMETER = 14  # of a checkpoint with its optimizer: weights in bf16, master weights and two moments in fp32
+# What vime asks Ray for beside one CPU with each GPU: the rollout manager and the engines' lock.
+CPUS_OF_THE_MANAGER = 2
+CPUS_PER_EXTERNAL_ENGINE = 0.2
+CACHES = ("HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "TRANSFORMERS_CACHE", "MODELSCOPE_CACHE")
+IN_A_CACHE = re.compile(r"/models--[^/]*(/|$)|/\.cache/(huggingface|modelscope)(/|$)")
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description="Checks of the launch scripts; see the head of this file.")
-    commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("rope-theta").add_argument("config", type=Path)
-    commands.add_parser("checkpoint").add_argument("folder", type=Path)
-    commands.add_parser("megatron").add_argument("folder", type=Path)
-    model = commands.add_parser("model")
-    model.add_argument("config", type=Path)
-    model.add_argument("name")
-    flags = commands.add_parser("flags")
-    flags.add_argument("vime", type=Path)
-    flags.add_argument("megatron", type=Path)
-    own, rest = _split_at_dashes(sys.argv[1:])
-    args = parser.parse_args(own)
+class Finding(NamedTuple):
+    """One line for the user, and what it means for the launch.
 
-    if args.command == "megatron":
-        return 0 if megatron_checkpoint_is_whole(args.folder) else 1
-    if args.command == "rope-theta":
-        theta = rope_theta(read_config(args.config))
-        if theta is None:
-            sys.exit(f"error: {args.config}: no rope theta in it; download the checkpoint again")
-        print(theta)
-    elif args.command == "checkpoint":
-        _print_all(checkpoint_problems(args.folder))
-    elif args.command == "model":
-        _print_all(model_problems(read_config(args.config), args.name, rest))
-    else:
-        _print_all(flag_problems(args.vime, args.megatron, rest))
-    return 0
+    A "problem" stops it; what is "missing" stops it unless it is a dry run; a "warning" and a "note" do not.
+    """
+
+    kind: str
+    text: str
 
 
-def _split_at_dashes(words: list[str]) -> tuple[list[str], list[str]]:
-    end = words.index("--") if "--" in words else len(words)
-    return words[:end], words[end + 1 :]
+def problem(text: str) -> Finding:
+    return Finding("problem", text)
 
 
-def _print_all(lines: Iterable[str]) -> None:
-    for line in lines:
-        print(line)
+def missing(text: str) -> Finding:
+    return Finding("missing", text)
 
 
-def read_config(path: Path) -> dict[str, Any]:
-    """The model's part of a config.json; exits with one line where it cannot be read."""
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        sys.exit(f"error: {path}: no rope theta in it ({error}); download the checkpoint again")
-    if not isinstance(config, dict):
-        sys.exit(f"error: {path}: no rope theta in it (it is no object); download the checkpoint again")
-    text = config.get("text_config")  # of a model with more than text
-    return text if isinstance(text, dict) else config
+def warning(text: str) -> Finding:
+    return Finding("warning", text)
 
 
-def rope_theta(config: dict[str, Any]) -> int | None:
-    """Rope theta of a config, None where there is none. Newer transformers keep it in rope_parameters."""
-    parameters = config.get("rope_parameters")
-    theta = (parameters.get("rope_theta") if isinstance(parameters, dict) else None) or config.get("rope_theta")
-    try:
-        return int(float(theta or "none"))
-    except (TypeError, ValueError, OverflowError):
-        return None
+# The machine ---------------------------------------------------------------------------------------------------------
 
 
-def megatron_checkpoint_is_whole(folder: Path) -> bool:
-    """Whether the folder holds a whole Megatron checkpoint: the tracker file is written last and names its folder."""
-    try:
-        iteration = (folder / TRACKER).read_text(encoding="utf-8").strip()
-    except (OSError, ValueError):
-        return False
-    if iteration.isascii() and iteration.isdigit():
-        iteration = f"iter_{int(iteration):07d}"
-    return bool(iteration) and os.path.isdir(folder / iteration)
-
-
-def checkpoint_problems(folder: Path) -> Iterator[str]:
-    """What a Hugging Face checkpoint lacks: weight files, all shards that its index names, a tokenizer."""
-    for name in INDEXES:
-        if os.path.isfile(folder / name):
-            yield from _missing_shards(folder, folder / name)
+def machine(settings: Settings) -> Iterator[Finding]:
+    """vime, Megatron, the programs, GPUs, and the Ray cluster that is to be used."""
+    for file in (settings.stage.train_script, "vime/utils/arguments.py", "scripts/models"):
+        path = os.path.join(settings.vime, file)
+        if not os.path.exists(path):
+            yield closed("VIME_ROOT", path, problem) or problem(
+                f"no vime in {settings.vime}: {file} is missing; "
+                "copy examples/ into a vime checkout or set VIME_ROOT to one"
+            )
             break
     else:
-        if not any(_has_content(folder / name) for name in WEIGHTS):
-            yield f"no weights in it ({', '.join(WEIGHTS + INDEXES)})"
-    if not any(_has_content(folder / name) for name in TOKENIZER_FILES):
-        yield f"no tokenizer in it ({', '.join(TOKENIZER_FILES)})"
-
-
-def _missing_shards(folder: Path, index: Path) -> Iterator[str]:
-    try:
-        shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        yield f"{index.name} cannot be read ({error})"
-        return
-    missing = [shard for shard in shards if not _has_content(folder / str(shard))]
-    if missing:
-        yield f"{len(missing)} of {len(shards)} files that {index.name} names are missing: {', '.join(missing[:4])}"
-
-
-def _has_content(path: Path) -> bool:
-    try:
-        return os.path.isfile(path) and os.path.getsize(path) > 0
-    except OSError:
-        return False
-
-
-def model_problems(config: dict[str, Any], name: str, flags: Sequence[str]) -> Iterator[str]:
-    """The sizes in which a model script and a checkpoint's config differ.
-
-    Args:
-        config: see `read_config`.
-        name: of the model script, for the message.
-        flags: the model script's flags, then the user's.
-    """
-    for key, flag in SIZES:
-        if key == "intermediate_size" and any(config.get(moe) for moe in MOE_KEYS):
-            continue  # of the dense layers, of which there may be none
-        wanted, given = config.get(key), last_value(flag, flags)
-        if isinstance(wanted, int) and given is not None and given != str(wanted):
-            yield f"{key} is {wanted} in the checkpoint's config.json, but {flag} is {given} in {name}"
-    tied = config.get("tie_word_embeddings")
-    if isinstance(tied, bool) and flags and tied == ("--untie-embeddings-and-output-weights" in flags):
-        yield (
-            f"tie_word_embeddings is {str(tied).lower()} in the checkpoint's config.json, but {name} "
-            f"{'has' if tied else 'lacks'} --untie-embeddings-and-output-weights"
+        yield from _model_script(settings)
+    path = os.path.join(settings.megatron, "megatron", "training")
+    if not os.path.isdir(path):
+        yield closed("MEGATRON_ROOT", path, problem) or problem(
+            f"no Megatron-LM in {settings.megatron}: megatron/training is missing; clone it there or set MEGATRON_ROOT"
+        )
+    if settings.model_script != "qwen3-4B" and not settings.hf_named:
+        yield problem(f"MODEL_SCRIPT is {settings.model_script}; set HF_CHECKPOINT to the model that it describes")
+    if ":" in f"{PLUGIN}{settings.vime}{settings.megatron}":
+        yield problem(
+            "a colon in the path of the plugin, vime or Megatron cannot be written in PYTHONPATH; move or link it"
+        )
+    if not shutil.which("ray", path=settings.environ.get("PATH")):
+        yield missing(
+            "no ray in PATH; activate the environment that vime is installed in, or: pip install 'ray[default]'"
+        )
+    yield from _gpus(settings)
+    if settings.wandb and settings.ray_address:
+        yield warning(
+            "WANDB_KEY is not sent to the cluster at RAY_ADDRESS, since Ray shows a job's environment in process lists "
+            "and in its dashboard; run `wandb login` on its nodes, or start them with WANDB_API_KEY set"
         )
 
 
-def last_value(flag: str, flags: Sequence[str]) -> str | None:
-    """The value of a flag as argparse takes it: the last one; None where it is not given."""
-    value = None
-    for number, word in enumerate(flags):
-        if word == flag:
-            value = flags[number + 1] if number + 1 < len(flags) else None
-        elif word.startswith(f"{flag}="):
-            value = word.partition("=")[2]
-    return value
+def _model_script(settings: Settings) -> Iterator[Finding]:
+    folder = os.path.join(settings.vime, "scripts", "models")
+    if not os.path.isfile(os.path.join(folder, f"{settings.model_script}.sh")):
+        names = sorted(name.removesuffix(".sh") for name in os.listdir(folder) if name.endswith(".sh"))
+        yield problem(f"MODEL_SCRIPT: no {settings.model_script}.sh in {folder}, which holds {' '.join(names)}")
 
 
-def flag_problems(vime: Path, megatron: Path, flags: Iterable[str]) -> Iterator[str]:
-    """Flags that are defined nowhere in the sources of vime and Megatron, whose parsers ignore what they do not know.
-
-    The parsers themselves cannot be asked: they import Megatron, vLLM and CUDA, which takes long or fails here.
-    """
-    known = flags_in(vime / "vime") | flags_in(megatron / "megatron")
-    for word in flags:
-        flag = word.partition("=")[0].replace("_", "-")
-        if re.match(r"--[a-zA-Z]", flag) and not _is_known(flag, known):
-            close = difflib.get_close_matches(flag, sorted(known), n=1, cutoff=0.8)
-            hint = f"; did you mean {close[0]}?" if close else ""
-            yield f"{word.partition('=')[0]} is a flag of neither vime nor Megatron, which would ignore it{hint}"
-
-
-def _is_known(flag: str, known: set[str]) -> bool:
-    negated = re.sub(r"\A--(?:no|disable)-", "--", flag)
-    if flag in known or negated in known:
-        return True
-    prefix, _, name = negated.removeprefix("--").partition("-")
-    if prefix not in PREFIXED:
-        return False
-    package, folders = PREFIXED[prefix]
-    spec = importlib.util.find_spec(package)
-    if spec is None or not spec.submodule_search_locations or len(name) <= MAX_SHORT_ALIAS_CHARS:
-        return True  # launched from where that program is not installed
-    root = Path(spec.submodule_search_locations[0])
-    theirs = set[str]().union(*(flags_in(root / folder) for folder in folders))
-    return f"--{name}" in theirs or f"--{re.sub('^(?:no|disable)-', '', name)}" in theirs
+def _gpus(settings: Settings) -> Iterator[Finding]:
+    if not settings.gpus_found:
+        yield missing(
+            f"no GPU found with nvidia-smi; set NUM_GPUS to the number of GPUs per node ({settings.gpus} assumed)"
+        )
+    for name, value in (("NUM_GPUS", settings.gpus), ("NUM_NODES", settings.nodes)):
+        if not re.fullmatch("[1-9][0-9]*", value):
+            yield problem(f"{name} is {value}, expected a positive number")
+            return
+    devices = settings.environ.get("CUDA_VISIBLE_DEVICES")
+    if settings.ray_address:
+        if not re.match(r"https?://[^/]", settings.ray_address):
+            yield problem(
+                f"RAY_ADDRESS is {settings.ray_address}, expected the address of the cluster's dashboard, such as "
+                "http://10.0.0.1:8265"
+            )
+        return
+    if devices and int(settings.gpus) > len(devices.split(",")):
+        yield problem(
+            f"NUM_GPUS is {settings.gpus}, but CUDA_VISIBLE_DEVICES names only {len(devices.split(','))}: {devices}"
+        )
+    if int(settings.nodes) > 1:
+        yield problem(
+            f"NUM_NODES is {settings.nodes}, but a cluster started here has one node; start Ray on all of them and set "
+            "RAY_ADDRESS"
+        )
 
 
-def flags_in(folder: Path) -> set[str]:
-    """All flags that the Python files below a folder define, written with dashes."""
-    found: set[str] = set()
-    for path in folder.rglob("*.py"):
-        try:
-            source = path.read_text(encoding="utf-8", errors="replace")
-        except OSError:
-            continue
-        found.update(flag.replace("_", "-") for flag in FLAG_TEXT.findall(source))
-        if "dataclass" in source or "@config" in source:
-            found.update("--" + field.replace("_", "-") for field in FIELD.findall(source))
-    return found
+def closed(name: str, path: str, kind=missing) -> Finding | None:
+    """Says why a path is not found, if that is so since this user may not look there."""
+    folder = closed_folder(path)
+    return kind(f"{name}: {path} may be there, but there is no permission to look into {folder}") if folder else None
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+# Paths ---------------------------------------------------------------------------------------------------------------
+
+
+def paths(settings: Settings) -> Iterator[Finding]:
+    """The checkpoints to start from, and the folder to save to."""
+    yield from _hf_checkpoint(settings)
+    yield from _cache(settings)
+    yield from _ref_load(settings)
+    yield from _save(settings)
+
+
+def _hf_checkpoint(settings: Settings) -> Iterator[Finding]:
+    folder = settings.hf_checkpoint
+    if os.path.isfile(os.path.join(folder, "config.json")):
+        for line in checkpoints.missing_files(folder):
+            yield missing(f"HF_CHECKPOINT: {folder}: {line}; download it again")
+        return
+    snapshots = os.path.join(folder, "snapshots")
+    if os.path.isdir(snapshots):
+        newest = sorted(os.listdir(snapshots), key=lambda name: os.path.getmtime(os.path.join(snapshots, name)))
+        yield problem(
+            f"HF_CHECKPOINT: {folder} is the Hugging Face cache of a model, whose files lie in a folder below it; set "
+            f"HF_CHECKPOINT={os.path.join(snapshots, newest[-1] if newest else 'COMMIT')}, and REF_LOAD and SAVE"
+        )
+    elif re.fullmatch(r"\w[\w.-]*/[\w.-]+", settings.hf_named) and not os.path.isdir(os.path.dirname(folder)):
+        local = os.path.join(settings.downloads, settings.hf_named)
+        yield problem(
+            f"HF_CHECKPOINT: {settings.hf_named} is no folder here; if it is a model's name on the hub: "
+            f"hf download {settings.hf_named} --local-dir {local}, and set HF_CHECKPOINT={local}"
+        )
+    else:
+        name = "OWNER/NAME" if settings.hf_named else settings.stage.model_on_hub
+        yield closed("HF_CHECKPOINT", os.path.join(folder, "config.json")) or missing(
+            f"HF_CHECKPOINT: {folder}/config.json does not exist; get it: hf download {name} --local-dir {folder}"
+        )
+
+
+def _cache(settings: Settings) -> Iterator[Finding]:
+    """What is made beside a checkpoint in the cache of downloads is deleted with it by `hf cache prune`."""
+    folders = [os.path.abspath(settings.environ[name]) for name in CACHES if settings.environ.get(name)]
+    beside = os.path.dirname(settings.hf_checkpoint)
+    if settings.derived and (
+        IN_A_CACHE.search(beside) or any(os.path.commonpath([folder, beside]) == folder for folder in folders)
+    ):
+        names = " and ".join(settings.derived)
+        yield problem(
+            f"HF_CHECKPOINT lies in a cache of downloads, where `hf cache prune` deletes what is made beside it: "
+            f"{settings.hf_checkpoint}; set {names} to folders elsewhere (REF_LOAD is made if its name ends in "
+            "_torch_dist), or download the model to a folder of your own with hf download --local-dir"
+        )
+
+
+def _ref_load(settings: Settings) -> Iterator[Finding]:
+    folder = settings.ref_load
+    if checkpoints.is_whole(folder):
+        return
+    if not settings.ref_made:
+        yield closed("REF_LOAD", os.path.join(folder, TRACKER)) or missing(
+            f"REF_LOAD: {folder} is not a whole Megatron checkpoint; unset it to have HF_CHECKPOINT converted"
+        )
+        return
+    if os.path.isdir(folder) and os.listdir(folder):
+        yield missing(f"{folder} is an unfinished checkpoint; remove it to have it made again")
+    converter = "tools/convert_hf_to_torch_dist.py"
+    if not os.path.isfile(os.path.join(settings.vime, converter)):
+        yield missing(f"no {converter} in {settings.vime} to make {folder} with; update vime")
+    if why := _cannot_hold_files(folder):
+        yield missing(f"REF_LOAD: {why}; make the checkpoint elsewhere and name it in REF_LOAD")
+
+
+def _save(settings: Settings) -> Iterator[Finding]:
+    """Whether checkpoints could be written to the folder, which need not exist yet."""
+    if why := _cannot_hold_files(settings.saved_to):
+        yield problem(f"SAVE: {why}; set SAVE to a folder for checkpoints")
+
+
+def existing(folder: str) -> str:
+    """The folder, or the lowest one above it that is there."""
+    while not os.path.exists(folder):
+        folder = os.path.dirname(folder)
+    return folder
+
+
+def _cannot_hold_files(folder: str) -> str:
+    base = existing(folder)
+    if not os.path.isdir(base):
+        return f"{folder} cannot be made, since {base} is not a folder"
+    # /proc and its like have no blocks: root may write there, and yet no file can be made.
+    if not os.access(base, os.W_OK | os.X_OK) or os.statvfs(base).f_blocks == 0:
+        return f"{base} cannot be written to"
+    return ""
+
+
+# The command ---------------------------------------------------------------------------------------------------------
+
+
+def command(settings: Settings, words: Sequence[str]) -> list[Finding]:
+    """What does not fit together, of the whole command line of the job."""
+    parts = (_layout, _cluster, _resumed, _disk, _data)
+    return [finding for part in parts for finding in part(settings, words)]
+
+
+def _layout(settings: Settings, words: Sequence[str]) -> Iterator[Finding]:
+    """Without this the job fails minutes later, when the processes are placed."""
+    gpus, nodes = number("--actor-num-gpus-per-node", words), number("--actor-num-nodes", words)
+    if not gpus or not nodes:
+        return
+    total, whole = gpus * nodes, f"the {gpus * nodes} GPUs (NUM_GPUS {gpus} x NUM_NODES {nodes}); change one of them"
+    tensor = number("--tensor-model-parallel-size", words) or 1
+    group = tensor
+    for flag in ("--context-parallel-size", "--pipeline-model-parallel-size"):
+        group *= number(flag, words) or 1
+    if total % group:
+        yield problem(f"tensor x context x pipeline parallel size is {group}, which does not divide {whole}")
+    engine = number("--rollout-num-gpus-per-engine", words)
+    if engine and (gpus % engine if engine <= gpus else engine % gpus or total % engine):
+        yield problem(f"--rollout-num-gpus-per-engine {engine} does not divide {whole}")
+    config = checkpoints.read_config(settings.hf_checkpoint) or {}
+    copies = (number(f"--vllm-{name}-parallel-size", words) or 1 for name in ("pipeline", "data"))
+    sizes = {
+        "--tensor-model-parallel-size": tensor,
+        "--rollout-num-gpus-per-engine": (engine or 1) // math.prod(copies),
+    }
+    for flag, size in sizes.items():
+        for key in ("num_attention_heads", "num_key_value_heads"):
+            count = config.get(key)
+            # Groups of keys and values may also be copied to several GPUs each, but not to a part of one.
+            shared = key == "num_key_value_heads" and isinstance(count, int) and count and size % count == 0
+            if size and isinstance(count, int) and count % size and not shared:
+                yield problem(f"{flag} is {size}, which does not divide the model's {count} {key}")
+
+
+class Resources(NamedTuple):
+    """What the run asks Ray for. With less it would wait for ever, without a word."""
+
+    gpus: int
+    cpus: int
+
+
+def resources(words: Sequence[str]) -> Resources:
+    actor = (number("--actor-num-gpus-per-node", words) or 0) * (number("--actor-num-nodes", words) or 0)
+    rollout = number("--rollout-num-gpus", words) or 0
+    external = values("--rollout-external-engine-addrs", words)
+    if "--debug-train-only" in words or last_value("--load-debug-rollout-data", words) or external:
+        rollout = 0
+    gpus = max(actor, rollout) if "--colocate" in words else actor + rollout
+    return Resources(gpus, -int(-(gpus + CPUS_OF_THE_MANAGER + CPUS_PER_EXTERNAL_ENGINE * len(external)) // 1))
+
+
+def _cluster(settings: Settings, words: Sequence[str]) -> Iterator[Finding]:
+    needed = resources(words)
+    parts = f"1 with each of {needed.gpus} GPUs, {CPUS_OF_THE_MANAGER} for the rollout manager and its lock"
+    if not settings.ray_address:
+        if needed.gpus > int(settings.gpus):
+            yield problem(f"the run asks for {needed.gpus} GPUs, and this machine has {settings.gpus} (NUM_GPUS)")
+        return
+    if settings.dry_run:
+        return
+    try:
+        there = ray_job.resources(settings.ray_address)
+    except LaunchError as error:
+        yield problem(str(error))
+        return
+    if there.get("GPU", 0) < needed.gpus:
+        yield problem(
+            f"the cluster at RAY_ADDRESS has {there.get('GPU', 0):g} GPUs, and the run asks for {needed.gpus}: it would "
+            "wait for ever; join more nodes to it, or change NUM_GPUS or NUM_NODES"
+        )
+    if there.get("CPU", 0) < needed.cpus:
+        yield problem(
+            f"the cluster at RAY_ADDRESS has {there.get('CPU', 0):g} CPUs, and the run asks for {needed.cpus} ({parts}): "
+            f"it would wait for ever; start Ray there with --num-cpus, {needed.cpus} or more on all nodes together (Ray "
+            "only counts them)"
+        )
+
+
+def _resumed(settings: Settings, words: Sequence[str]) -> Iterator[Finding]:
+    """Which run vime will go on with, and whether it is the one that the settings speak of."""
+    folder = os.path.abspath(last_value("--load", words) or settings.save)
+    iteration = checkpoints.last_iteration(folder)
+    if iteration is None or folder == settings.ref_load:
+        return
+    if not checkpoints.is_whole(folder):
+        yield missing(
+            f"SAVE: {folder}/{TRACKER} names {iteration or 'nothing'}, which is not there; write the number of one that "
+            "is into it, or set another SAVE"
+        )
+        return
+    start = checkpoints.started_from(folder)
+    if start and start != settings.ref_load:
+        yield problem(
+            f"SAVE: the run in {folder} was started from {start}, and would go on with those weights, not with "
+            f"those of REF_LOAD {settings.ref_load}; set another SAVE for a new run, or that REF_LOAD to go on"
+        )
+    step = iteration.removeprefix("iter_").lstrip("0") or "0"
+    yield Finding("note", f"resumed: the run in {folder}, which has done step {step}; set another SAVE for a new run")
+
+
+def _disk(settings: Settings, words: Sequence[str]) -> Iterator[Finding]:
+    """Room for the conversion and the first checkpoint is needed; for all that will be written, it is worth a word."""
+    weights, per_parameter = checkpoints.weight_bytes(settings.hf_checkpoint)
+    per_checkpoint = BYTES_PER_PARAMETER if "--no-save-optim" not in words else 2
+    checkpoint = weights // per_parameter * per_checkpoint
+    writes = [(settings.saved_to, checkpoint)]
+    if settings.ref_made and not checkpoints.is_whole(settings.ref_load):
+        writes.append((settings.ref_load, weights))
+    for device in {os.stat(existing(folder)).st_dev for folder, _ in writes}:
+        here = [(folder, size) for folder, size in writes if os.stat(existing(folder)).st_dev == device]
+        folder, needed = existing(here[0][0]), sum(size for _, size in here)
+        status = os.statvfs(folder)
+        free = status.f_bavail * status.f_frsize
+        if free < needed:
+            what = " and ".join(f"{_gigabytes(size)} in {name}" for name, size in here)
+            yield missing(f"{folder} has {_gigabytes(free)} free, and the launch writes {what}; make room there")
+        elif here[0][0] == settings.saved_to and (count := _checkpoints(words)) * checkpoint > free:
+            yield warning(
+                f"SAVE: {folder} has {_gigabytes(free)} free, and {count} checkpoints of {_gigabytes(checkpoint)} are to "
+                "be written; --save-retain-interval or --no-save-optim write less"
+            )
+
+
+def _checkpoints(words: Sequence[str]) -> int:
+    """How many checkpoints are kept at the end; vime saves at the end of each epoch as well."""
+    rollouts, interval = number("--num-rollout", words), number("--save-interval", words) or 1
+    if rollouts is None:
+        return number("--num-epoch", words) or 1
+    retained = number("--save-retain-interval", words)
+    return -(-rollouts // (retained or interval)) + bool(retained)
+
+
+def _gigabytes(size: int) -> str:
+    return f"{size / 1e9:.3g} GB"
+
+
+def _data(settings: Settings, words: Sequence[str]) -> Iterator[Finding]:
+    """The first rows of each data file, as vime will read them."""
+    remedies = {data.path: data for data in settings.data}
+    batch = number("--rollout-batch-size", words) or 1
+    files = [(last_value("--prompt-data", words) or "", "")]
+    pairs = values("--eval-prompt-data", words)
+    files += [(path, "eval-") for path in (pairs[1::2] if len(pairs) > 1 else pairs)]
+    for path, prefix in files:
+        known = remedies.get(path)
+        name = known.variable if known else f"--{prefix}prompt-data"
+        remedy = f"make it: {known.command}" if known else "name another file"
+        keys = data_files.Keys(
+            *(
+                last_value(f"--{prefix}{kind}-key", words) or last_value(f"--{kind}-key", words)
+                for kind in ("input", "label", "tool")
+            )
+        )
+        file, _ = data_files.rows_of(path)
+        if not os.path.exists(file) and (finding := closed(name, file)):
+            yield finding
+        elif why := data_files.not_a_data_file(file):
+            yield problem(f"{name}: {why}")
+        elif not os.path.exists(file) or not os.path.getsize(file):
+            yield missing(f"{name}: {file} does not exist or is empty; {remedy}")
+        else:
+            count, why = data_files.look_into(path, keys, batch)
+            if why:
+                yield problem(f"{name}: {file}: {why}; {remedy}")
+            elif not prefix and count < batch and settings.stage.name == "sft":
+                text = f"{name}: {path} has {count} rows, fewer than a batch (--rollout-batch-size {batch})"
+                # vime counts the steps of an epoch in whole batches.
+                epochs = number("--num-rollout", words) is None
+                yield (
+                    problem(f"{text}, so there would be no step") if epochs else warning(f"{text}: they are repeated")
+                )
+
+
+def values(flag: str, words: Sequence[str]) -> list[str]:
+    """All values of a flag that takes several, where it is given last."""
+    if flag not in words:
+        return []
+    start = len(words) - list(reversed(words)).index(flag)
+    return list(itertools.takewhile(lambda word: not word.startswith("--"), words[start:]))

@@ -1,12 +1,9 @@
-#!/usr/bin/env python3
 """Run a training script on a Ray cluster of its own, on loopback, and end all of that cluster afterwards.
-
-    python3 local_ray.py --num-gpus 8 --runtime-env-json '{"env_vars": {...}}' --lock SAVE/.lock -- python3 train.py ...
 
     this process --- worker --+-- gcs_server, raylet, dashboard --- Ray's workers, and whatever those start
                               +-- the training script, its output in a file that is copied to this process's output
 
-Contract: exits with the script's own code; on SIGINT, SIGTERM or SIGHUP (unless `nohup` has it ignored) with 128 +
+Contract: `run` returns the script's own code; on SIGINT, SIGTERM or SIGHUP (unless `nohup` has it ignored) 128 +
 signal. Either way every process that came from here is ended, and no other: `ray stop` ends every Ray process of the
 machine, other users' clusters included, and Ray's own shutdown leaves detached processes (an inference engine, say)
 running. Logs are kept unless the script succeeded.
@@ -14,15 +11,14 @@ running. Logs are kept unless the script succeeded.
 The script is a child of this process and not a job of Ray's job server: its end is seen here, its output cannot be cut
 short by a stream that breaks, and it needs no dashboard. Nor does a closed terminal or pipe end it.
 
-The wandb key, if WANDB_KEY is set, reaches all processes as WANDB_API_KEY in the environment they inherit. It must not
-go into Ray's runtime env: that is on the command line of each worker while it starts, and in the dashboard.
+The wandb key reaches all processes as WANDB_API_KEY in the environment they inherit. It must not go into Ray's runtime
+env: that is on the command line of each worker while it starts, and in the dashboard.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import json
+import math
 import os
 import secrets
 import shlex
@@ -35,10 +31,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import BinaryIO
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this file is started by its path
-
-from launch.supervise import LaunchError, exit_code, locked, supervise
+from launch.checkpoints import note_start
+from launch.checks import resources
+from launch.convert import convert
+from launch.settings import Launch
 from retool.processes import LOOPBACK, free_ports, last_log_line
+from retool.supervise import LaunchError, exit_code, locked, supervise
 
 MAX_START_SECONDS = 300.0
 # Ray's sockets lie some 60 characters below its directory, and a socket's path may have 107.
@@ -49,41 +47,37 @@ POLL_SECONDS = 0.2
 COPY_BYTES = 1 << 16
 
 
-def main() -> int:
-    args = _parse_args()
+def run(launch: Launch) -> int:
+    """Make the checkpoint if need be, start the cluster, run the job on it, end all of it; returns the job's exit code."""
     # Ray makes its folder writable for all users, so it gets one below a folder that only this user may enter.
     directory = Path(tempfile.mkdtemp(prefix="retool-", dir=_short_temp_directory()))
-    code = supervise(lambda: _run(args, directory))
-    if code == 0:
+    code = supervise(lambda: _run(launch, directory))
+    if code == 0 or not any(directory.iterdir()):
         shutil.rmtree(directory, ignore_errors=True)
     else:
         print(f"logs and temporary files: {directory}", file=sys.stderr)
     return code
 
 
-def _run(args: argparse.Namespace, directory: Path) -> int:
-    """Start the cluster, run the script on it, return the script's exit code."""
-    with locked(args.lock, f"only one launch may write to {args.lock.parent}"):
-        environment = cluster_environment(os.environ, args.runtime_env_json, directory)
+def _run(launch: Launch, directory: Path) -> int:
+    settings = launch.settings
+    with locked(launch.lock, f"only one launch may write to {launch.lock.parent}"):
+        if launch.conversion:
+            environ = {**settings.environ, **launch.environment}
+            if code := convert(settings.ref_load, launch.conversion, environ):
+                return code
+        note_start(settings.saved_to, settings.ref_load)
+        environment = cluster_environment(settings.environ, launch.environment, directory)
         gcs, dashboard, client_server = free_ports(3, avoid=RAY_WORKER_PORTS)
-        _start_cluster(args.num_gpus, gcs, dashboard, client_server, directory, environment)
+        _start_cluster(
+            settings.gpus, resources(launch.job).cpus, gcs, dashboard, client_server, directory, environment
+        )
         environment["RAY_ADDRESS"] = f"{LOOPBACK}:{gcs}"
         environment["RAY_API_SERVER_ADDRESS"] = f"http://{LOOPBACK}:{dashboard}"
         access = _write_access_file(directory, environment)
         with contextlib.suppress(OSError):  # a pipe that is closed already
             print(f"# this Ray from another shell:  source {access}", flush=True)
-        return _run_script(args.command, environment, directory / "job.log")
-
-
-def _parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Run a command on a Ray cluster of its own.")
-    parser.add_argument("--num-gpus", type=int, required=True)
-    parser.add_argument(
-        "--runtime-env-json", type=lambda text: json.loads(text)["env_vars"], default={}, help='{"env_vars": {...}}'
-    )
-    parser.add_argument("--lock", type=Path, required=True, help="a lock file that is held while the command runs")
-    parser.add_argument("command", nargs="+", help="run with RAY_ADDRESS set to the cluster's address")
-    return parser.parse_args()
+        return _run_script(launch.job, environment, directory / "job.log")
 
 
 def _short_temp_directory() -> str:
@@ -128,14 +122,18 @@ def cluster_environment(base: Mapping[str, str], settings: Mapping[str, str], di
 
 
 def _start_cluster(
-    num_gpus: int, gcs: int, dashboard: int, client_server: int, directory: Path, environment: dict[str, str]
+    gpus: str, cpus: int, gcs: int, dashboard: int, client_server: int, directory: Path, environment: dict[str, str]
 ) -> None:
     # Not --block: it takes the whole cluster down when the dashboard ends, which no training run needs.
     command = ["ray", "start", "--head", "--disable-usage-stats"]
-    command += ["--node-ip-address", LOOPBACK, "--port", str(gcs), "--num-gpus", str(num_gpus)]
+    command += ["--node-ip-address", LOOPBACK, "--port", str(gcs), "--num-gpus", gpus]
     command += ["--dashboard-host", LOOPBACK, "--dashboard-port", str(dashboard)]
     command += ["--ray-client-server-port", str(client_server), "--dashboard-agent-listen-port", "0"]
     command += ["--temp-dir", str(directory / "r")]
+    if (there := machine_cpus()) < cpus:
+        # vime would wait for ever, without a word, for CPUs that it reserves and hardly uses.
+        print(f"warning: this machine has {there} CPUs, and vime asks Ray for {cpus}: told so many", file=sys.stderr)
+        command += ["--num-cpus", str(cpus)]
     log = directory / "ray_start.log"
     with open(log, "wb") as output:
         try:
@@ -152,6 +150,16 @@ def _start_cluster(
             raise LaunchError(f"Ray did not start within {MAX_START_SECONDS:.0f} s, see {log}") from None
         except subprocess.CalledProcessError:
             raise LaunchError(f"Ray did not start: {last_log_line(log) or f'no output in {log}'}") from None
+
+
+def machine_cpus() -> int:
+    """The CPUs that Ray counts here: those this process may use, and no more than its container's share."""
+    count = len(os.sched_getaffinity(0))
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return min(count, math.ceil(int(quota) / int(period)))
+    except (OSError, ValueError):  # no container, or one without a limit ("max")
+        return count
 
 
 def _write_access_file(directory: Path, environment: Mapping[str, str]) -> Path:
@@ -186,7 +194,3 @@ def _copy(source: BinaryIO, listener: BinaryIO | None) -> BinaryIO | None:
         except OSError:  # a terminal or pipe that was closed; the file has everything
             return None
     return listener
-
-
-if __name__ == "__main__":
-    sys.exit(main())

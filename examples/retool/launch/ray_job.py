@@ -1,65 +1,88 @@
-#!/usr/bin/env python3
-"""Submit a training script to a Ray cluster that runs already, show its log, and exit with the job's own status.
-
-    python3 ray_job.py --address http://HOST:8265 --runtime-env-json '{...}' --lock SAVE/.lock -- python3 train.py ...
+"""Submit a training script to a Ray cluster that runs already, show its log, and return the job's own status.
 
 Contract: a broken log stream, an unreachable dashboard or a closed terminal is not the end of the job: its status is
 asked for, and its log followed again from where it broke off, until the status is an end. The exit code is 0 only for
-a job that succeeded. The job belongs to the cluster: when this program is interrupted, the job goes on.
+a job that succeeded. The job belongs to the cluster: when the launch is interrupted, the job goes on.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
-import json
+import http.client
 import shlex
 import sys
 import time
+import urllib.error
+import urllib.request
 import uuid
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this file is started by its path
-
-from launch.supervise import LaunchError, locked
+from launch.checkpoints import is_whole, note_start
+from launch.settings import PLUGIN, Launch
 from retool.processes import Stopped, raise_on_stop_signals
+from retool.supervise import LaunchError, locked
 
+ANSWER_SECONDS = 10.0
 POLL_SECONDS = 5.0
 MAX_SILENCE_SECONDS = 1800.0  # after which nothing more is to be learned of the job from here
 FOLDER_KEY = "retool_save"  # of a job's metadata: the folder it writes its checkpoints to
 
 
-def main() -> int:
-    args = _parse_args()
+def run(launch: Launch) -> int:
+    """Make the checkpoint on the cluster if need be, run the job there; returns the job's exit code."""
+    settings = launch.settings
     raise_on_stop_signals()
-    job_id = f"retool-{uuid.uuid4().hex[:12]}"
-    submitted = False
     try:
-        with locked(args.lock, f"only one launch may write to {args.lock.parent}"):
-            client = _connect(args.address)
-            _refuse_second_writer(client, str(args.lock.parent))
-            _submit(client, job_id, args)
-            submitted = True
-            print(f"# job {job_id}; to end it: ray job stop --address {args.address} {job_id}", flush=True)
-            return follow(client, job_id)
+        with locked(launch.lock, f"only one launch may write to {launch.lock.parent}"):
+            client = _connect(settings.ray_address)
+            _refuse_second_writer(client, settings.saved_to)
+            if launch.conversion:  # not here: the machine that submits may have no GPU
+                convert = ["python3", str(PLUGIN / "launch" / "convert.py"), "--target", settings.ref_load, "--"]
+                if code := _run(client, launch, [*convert, *launch.conversion], gpus=1):
+                    return code
+                if not is_whole(settings.ref_load):
+                    raise LaunchError(
+                        f"REF_LOAD: the cluster has made {settings.ref_load}, which is not to be seen here: paths must be "
+                        "the same on all machines"
+                    )
+            note_start(settings.saved_to, settings.ref_load)
+            return _run(client, launch, launch.job)
     except Stopped as stopped:
-        if submitted:
-            print(f"the job goes on; its log: ray job logs --address {args.address} -f {job_id}", file=sys.stderr)
         return stopped.exit_code
     except (LaunchError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
 
 
-def _parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Submit a command to a running Ray cluster and follow it to its end.")
-    parser.add_argument("--address", required=True, help="of the cluster's dashboard, http://HOST:8265")
-    parser.add_argument("--runtime-env-json", type=json.loads, default={}, help='{"env_vars": {...}}')
-    parser.add_argument("--lock", type=Path, required=True, help="a lock file that is held while the job is followed")
-    parser.add_argument("command", nargs="+")
-    return parser.parse_args()
+def resources(address: str) -> dict[str, float]:
+    """What Ray has been told to hand out on the cluster, by name ("CPU", "GPU"), in use or not.
+
+    Raises:
+        LaunchError: no cluster answers there within seconds.
+    """
+    try:
+        urllib.request.urlopen(f"{address}/api/version", timeout=ANSWER_SECONDS).close()
+    except urllib.error.HTTPError:
+        pass  # it wants a token, which Ray's own client has
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        raise _no_cluster(address, error) from error
+    try:
+        from ray.util.state import list_nodes
+
+        nodes = list_nodes(address=address, timeout=int(ANSWER_SECONDS), filters=[("state", "=", "ALIVE")])
+        found: dict[str, float] = {}
+        for node in nodes:
+            for name, count in node.resources_total.items():
+                found[name] = found.get(name, 0) + count
+        return found
+    except Exception as error:  # connection, version and authentication errors of several libraries
+        raise _no_cluster(address, error) from error
+
+
+def _no_cluster(address: str, error: Exception) -> LaunchError:
+    return LaunchError(f"no Ray cluster answers at RAY_ADDRESS {address}: {_one_line(error)}")
 
 
 def _connect(address: str) -> Any:
@@ -67,8 +90,8 @@ def _connect(address: str) -> Any:
 
     try:
         return JobSubmissionClient(address)
-    except Exception as error:  # connection, version and authentication errors of several libraries
-        raise LaunchError(f"no Ray cluster answers at RAY_ADDRESS {address}: {_one_line(error)}") from error
+    except Exception as error:  # as above
+        raise _no_cluster(address, error) from error
 
 
 def _refuse_second_writer(client: Any, folder: str) -> None:
@@ -82,16 +105,25 @@ def _refuse_second_writer(client: Any, folder: str) -> None:
             raise LaunchError(f"only one launch may write to {folder}: job {job.submission_id} does that now")
 
 
-def _submit(client: Any, job_id: str, args: argparse.Namespace) -> None:
+def _run(client: Any, launch: Launch, command: Sequence[str], gpus: int = 0) -> int:
+    """Submit a command, with so many GPUs for its own process, and follow it to its end."""
+    job, address = f"retool-{uuid.uuid4().hex[:12]}", launch.settings.ray_address
     try:
         client.submit_job(
-            entrypoint=shlex.join(args.command),
-            submission_id=job_id,
-            runtime_env=args.runtime_env_json,
-            metadata={FOLDER_KEY: str(args.lock.parent)},
+            entrypoint=shlex.join(command),
+            submission_id=job,
+            runtime_env={"env_vars": launch.environment},
+            metadata={FOLDER_KEY: launch.settings.saved_to},
+            entrypoint_num_gpus=gpus,
         )
     except Exception as error:
         raise LaunchError(f"the cluster did not take the job: {_one_line(error)}") from error
+    print(f"# job {job}; to end it: ray job stop --address {address} {job}", flush=True)
+    try:
+        return follow(client, job)
+    except Stopped:
+        print(f"the job goes on; its log: ray job logs --address {address} -f {job}", file=sys.stderr)
+        raise
 
 
 def follow(client: Any, job_id: str) -> int:
@@ -173,7 +205,3 @@ class _Log:
 def _one_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return (lines[-1] if lines else type(error).__name__)[:300]
-
-
-if __name__ == "__main__":
-    sys.exit(main())

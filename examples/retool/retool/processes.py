@@ -1,6 +1,6 @@
 """What the programs that start servers share: signals that end them in order, free ports, and what a log says last.
 
-Contract: standard library only, since launch/local_ray.py runs before anything of the example is installed. Nothing
+Contract: standard library only, since the launch runs before anything of the example is installed. Nothing
 here starts or ends a process.
 """
 

@@ -125,8 +125,9 @@ def test_what_rl_would_cut_or_refuse_is_counted(tmp_path, qwen3_tokenizer):
 
 
 def test_the_token_budget_is_that_of_the_launch_scripts():
-    common = (SCRIPT.parent / "launch" / "common.sh").read_text()
-    assert f"--max-tokens-per-gpu {MAX_ROW_TOKENS}\n" in common
+    for stage in ("sft", "rl"):
+        script = (SCRIPT.parent / f"retool_qwen3_4b_{stage}.sh").read_text()
+        assert f"--max-tokens-per-gpu {MAX_ROW_TOKENS}\n" in script
 
 
 def test_without_arguments_it_reads_the_published_download_and_writes_where_the_launch_script_looks(tmp_path):

@@ -1,19 +1,30 @@
-"""What the tests of the launch scripts share: a fake vime tree, running a script over it, reading a printed command.
+"""What the tests of the launch scripts share: a fake vime tree, running a launch over it, reading a printed command.
 
 The fake tree has spaces in its path. Its training script writes down what it was given, so that the runs against real
-Ray see what a job sees.
+Ray see what a job sees. Most tests call the launcher in this process, as the scripts call it; what needs the script, a
+signal or a process of its own runs bash.
 """
 
+import contextlib
+import functools
+import io
 import json
+import os
 import shlex
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
+from unittest import mock
 
+import pyarrow
+import pyarrow.parquet
 import pytest
+from launch import main
 
 EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "retool"
 SECRET = "0123456789abcdef-wandb-secret"
@@ -62,9 +73,8 @@ for entry in Path("/proc").iterdir():
             command_lines.append((entry / "cmdline").read_text())
         except OSError:
             pass
-dashboard = ray._private.worker.global_worker.node.address_info["webui_url"]
 try:
-    stranger = urllib.request.urlopen(f"http://{dashboard}/api/version").status
+    stranger = urllib.request.urlopen(f"{os.environ['RAY_API_SERVER_ADDRESS']}/api/version").status
 except urllib.error.HTTPError as error:
     stranger = error.code
 partial = report.with_suffix(".partial")
@@ -74,40 +84,24 @@ partial.write_text(json.dumps({
     "gcs": ray.get_runtime_context().gcs_address,
 }))
 partial.rename(report)
-if os.environ.get("FAKE_OUTPUT"):  # what breaks a stream of log lines
-    sys.stdout.buffer.write(b"\\xff not UTF-8\\n" + b"x" * 5_000_000 + b"\\n")
-    sys.stdout.flush()
-    time.sleep(10)
-    print("the end", flush=True)
 while "--sleep" in sys.argv and not (report.parent / "go on").exists():
     time.sleep(0.1)
 sys.exit(int(os.environ.get("FAKE_EXIT", "0")))
 """
 
-# The flags that the tests pass, as vime's parser would define them.
+# A parser that knows the flags given, as vime's would: it passes over what it does not know.
 ARGUMENTS = """
-parser.add_argument("--more")
-parser.add_argument("--switch", action="store_true")
-parser.add_argument("--sleep", action="store_true")
-parser.add_argument("--rollout-batch-size", type=int)
-parser.add_argument("--num_rollout", type=int)
-parser.add_argument("--rollout-num-gpus-per-engine", type=int)
-parser.add_argument("--actor-num-gpus-per-node", type=int)
-"""
-# Megatron makes some of its flags from the fields of dataclasses.
-MEGATRON_ARGUMENTS = """
-from dataclasses import dataclass
-
-@dataclass
-class Parallel:
-    tensor_model_parallel_size: int = 1
-    context_parallel_size: int = 1
-    pipeline_model_parallel_size: int = 1
-    rotary_base: int = 10000
-    save: str = ""
+import argparse
+def parse_args():
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    for flag, options in {flags!r}.items():
+        parser.add_argument(flag, **{{**options, **({{"type": int}} if flag == "--num-rollout" else {{}})}})
+    return parser.parse_known_args()[0]
 """
 
 
+MESSAGES = [{"role": "user", "content": "6 * 7?"}, {"role": "assistant", "content": "42"}]
+SFT_ROWS = pyarrow.table({"messages": [MESSAGES] * 128, "tools": ["[]"] * 128})
 LAUNCHED: list[subprocess.Popen] = []
 
 
@@ -149,24 +143,110 @@ class Tree(NamedTuple):
         return {name: value for name, value in settings.items() if value is not None}
 
 
+def make_tree(root: Path) -> Tree:
+    made = Tree(root)
+    for folder in (
+        made.vime / "scripts" / "models",
+        made.vime / "tools",
+        made.vime / "vime" / "utils",
+        made.megatron / "megatron" / "training",
+        made.checkpoint,
+    ):
+        folder.mkdir(parents=True)
+    (made.vime / "scripts" / "models" / "qwen3-4B.sh").write_text(QWEN3_4B)
+    (made.vime / "tools" / "convert_hf_to_torch_dist.py").write_text(CONVERTER)
+    (made.vime / "vime" / "utils" / "arguments.py").write_text(ARGUMENTS.format(flags=known_flags()))
+    (made.vime / "generate_marker.py").write_text("")
+    for name in ("train.py", "train_async.py"):
+        (made.vime / name).write_text(TRAIN)
+    (made.checkpoint / "config.json").write_text(json.dumps({"rope_theta": 5000000.0}))
+    (made.checkpoint / "model.safetensors").write_text("x")
+    (made.checkpoint / "tokenizer.json").write_text("{}")
+    whole_checkpoint(made.converted)
+    pyarrow.parquet.write_table(SFT_ROWS, made.root / "sft.parquet")
+    for name in ("prompts.jsonl", "aime's.jsonl"):
+        (made.root / name).write_text(json.dumps({"prompt": "6 * 7?", "label": "42"}) + "\n")
+    # Stands for every tool that starts something: a run that gets this far leaves a mark.
+    bin_folder = made.root / "bin"
+    bin_folder.mkdir()
+    (bin_folder / "ray").write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" > "{made.root}/started"\n')
+    (bin_folder / "ray").chmod(0o755)
+    return made
+
+
 def whole_checkpoint(folder: Path, iteration: str = "release", name: str = "release") -> None:
     (folder / name).mkdir(parents=True)
     (folder / "latest_checkpointed_iteration.txt").write_text(iteration)
 
 
+@functools.cache
+def script_words(stage: str) -> tuple[str, ...]:
+    """What the script calls the launcher with, read from the script itself."""
+    program = (
+        f'python3() {{ :; }}; exec() {{ printf "%s\\0" "${{@:3}}"; }}; source "{EXAMPLE}/retool_qwen3_4b_{stage}.sh"'
+    )
+    return tuple(subprocess.check_output(["bash", "-c", program], text=True).split("\0")[:-1])
+
+
+def known_flags(*more: str) -> dict[str, dict]:
+    """Every flag of both scripts, and these, with the options that argparse needs for it."""
+    words = [word for stage in ("sft", "rl") for word in script_words(stage)[1:-1]]
+    words += "--actor-num-nodes 1 --actor-num-gpus-per-node 1 --num-layers 1 --rotary-base 1 --hf-checkpoint x".split()
+    words += (
+        "--ref-load x --load x --save x --prompt-data x --more x --switch --sleep --use-wandb --hidden-size 1".split()
+    )
+    words += "--wandb-project x --wandb-group x --rollout-num-gpus 1 --no-save-optim --save-retain-interval 1".split()
+    words += [*more, "--end"]
+    flags: dict[str, dict] = {"--eval-prompt-data": {"nargs": "+"}}
+    for word, following in zip(words, words[1:], strict=False):
+        if word.startswith("--") and word not in flags:
+            flags[word] = {"action": "store_true"} if following.startswith("--") else {}
+    return flags
+
+
 def run(
-    tree: Tree, stage: str, *flags: str, trace: bool = False, before: Sequence[str] = (), **changes: str | None
+    tree: Tree, stage: str, *flags: str, parser: bool = False, cwd: Path | None = None, **changes: str | None
+) -> SimpleNamespace:
+    """A launch in this process, up to where it would start something.
+
+    Args:
+        parser: whether vime's parser is asked, in a process of its own; else it has nothing against the command.
+        changes: of the environment; None takes a variable away.
+
+    Returns:
+        `code`, what it printed as `out` and `err`, and whether it `started`.
+    """
+    started = mock.Mock(return_value=0)
+    out, err, before = io.StringIO(), io.StringIO(), os.getcwd()
+    asks = contextlib.nullcontext() if parser else mock.patch.object(main, "ask_vime", return_value=[])
+    os.chdir(cwd or tree.root)
+    try:
+        with (
+            asks,
+            mock.patch.multiple(main, local_ray=mock.Mock(run=started), ray_job=mock.Mock(run=started)),
+            contextlib.redirect_stdout(out),
+            contextlib.redirect_stderr(err),
+        ):
+            code = main.main([*script_words(stage), *flags], tree.environment(**changes))
+    finally:
+        os.chdir(before)
+    return SimpleNamespace(code=code, out=out.getvalue(), err=err.getvalue(), started=started.called)
+
+
+def dry_run(tree: Tree, stage: str, *flags: str, **options) -> SimpleNamespace:
+    result = run(tree, stage, *flags, DRY_RUN="1", **options)
+    assert not result.started
+    return result
+
+
+def run_script(
+    tree: Tree, stage: str, *flags: str, before: Sequence[str] = (), **changes: str | None
 ) -> subprocess.CompletedProcess:
-    command = [*before, "bash", *(["-x"] if trace else []), str(EXAMPLE / f"retool_qwen3_4b_{stage}.sh"), *flags]
+    """The script itself, in its own process; `before` are words before bash."""
+    command = [*before, "bash", str(EXAMPLE / f"retool_qwen3_4b_{stage}.sh"), *flags]
     return subprocess.run(
         command, env=tree.environment(**changes), cwd=tree.root, capture_output=True, text=True, timeout=300
     )
-
-
-def dry_run(tree: Tree, stage: str, *flags: str, **options) -> subprocess.CompletedProcess:
-    result = run(tree, stage, *flags, DRY_RUN="1", **options)
-    assert not (tree.root / "started").exists()
-    return result
 
 
 def job_words(output: str) -> list[str]:
@@ -185,12 +265,20 @@ def flags_of(words: list[str]) -> dict[str, list[str]]:
     return flags
 
 
-def runtime_env(output: str) -> dict[str, str]:
+def job_environment(output: str) -> dict[str, str]:
+    """The environment that the last command of the output is printed with."""
     words = shlex.split(output.replace("\\\n", " "), comments=True)
-    return json.loads(words[words.index("--runtime-env-json") + 1])["env_vars"]
+    start = max(i for i, word in enumerate(words) if word == "env") + 1
+    return dict(word.split("=", 1) for word in words[start : words.index("python3", start)])
 
 
 both = pytest.mark.parametrize("stage", ["sft", "rl"])
+
+
+def default_signals() -> None:
+    """In a process that is about to be started: as from a terminal, also where the tests run under nohup."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
 
 
 def alive(pid: int) -> bool:
@@ -207,24 +295,3 @@ def wait_for(condition, seconds: float = 120) -> bool:
             return True
         time.sleep(0.2)
     return False
-
-
-# The beginning of a program that asks vime's own parser; it says MISSING where something that vime needs is not there.
-VIMES_PARSER = """
-import sys, types
-import torch
-if not torch.cuda.is_available():  # Megatron asks for the GPU's generation while it checks its arguments
-    torch.cuda.get_device_properties = lambda *device: types.SimpleNamespace(major=9, minor=0)
-try:
-    from vllm.entrypoints.launchers import cli_args  # where newer versions have what vime imports while it parses
-    sys.modules["vllm.entrypoints.openai.cli_args"] = cli_args
-except ImportError:
-    pass
-try:
-    from vime.utils.arguments import parse_args
-    from vllm.entrypoints.openai.cli_args import FrontendArgs
-    import megatron.training.arguments
-except ImportError as error:
-    print(f"MISSING {error}")
-    sys.exit(0)
-"""

@@ -1,4 +1,4 @@
-"""The Megatron checkpoint that the launch scripts make, use or refuse."""
+"""The Megatron checkpoint that the launch scripts make: whole or not at all, and once at a time."""
 
 import os
 import shutil
@@ -6,57 +6,31 @@ import signal
 import subprocess
 
 import pytest
-from launch_helpers import EXAMPLE, LAUNCHED, alive, both, flags_of, job_words, run, wait_for, whole_checkpoint
+from launch_helpers import EXAMPLE, LAUNCHED, alive, default_signals, run_script, wait_for
 
 
-@both
-def test_a_missing_checkpoint_is_converted_and_then_the_job_starts(tree, stage):
+def test_a_missing_checkpoint_is_converted_and_then_the_job_starts(tree):
     shutil.rmtree(tree.converted)
     tree.converted.mkdir()  # an empty folder is none
     (tree.converted.with_name(tree.converted.name + ".partial")).mkdir()  # nor is what an interrupted run left
-    result = run(tree, stage)
+    result = run_script(tree, "sft")
     assert result.returncode == 0, result.stderr
     argv = (tree.converted / "release" / "argv").read_text()
     assert "'--rotary-base', '5000000'" in argv and f"'--hf-checkpoint', {str(tree.checkpoint)!r}" in argv
-    assert f"{tree.root / 'Megatron LM'}:{tree.vime}" in argv
+    assert f"{tree.root / 'Megatron LM'}" in argv
     assert (tree.converted / "latest_checkpointed_iteration.txt").read_text() == "release"
     assert [path.name for path in tree.checkpoint.parent.iterdir() if "partial" in path.name] == []
     assert (tree.root / "started").read_text().splitlines()[:2] == ["start", "--head"]
+    kept = tree.checkpoint.with_name("Qwen3-4B_retool_sft") / ".retool_ref_load"
+    assert kept.read_text() == f"{tree.converted}\n"
 
 
-@both
 @pytest.mark.parametrize("how", ["fails", "cut short"])
-def test_a_failed_conversion_is_no_checkpoint_and_starts_nothing(tree, stage, how):
+def test_a_failed_conversion_is_no_checkpoint_and_starts_nothing(tree, how):
     shutil.rmtree(tree.converted)
-    result = run(tree, stage, FAKE_CONVERSION=how)
-    assert result.returncode != 0
+    result = run_script(tree, "rl", FAKE_CONVERSION=how)
+    assert result.returncode == {"fails": 3, "cut short": 1}[how]
     assert not tree.converted.exists() and not (tree.root / "started").exists()
-
-
-@both
-@pytest.mark.parametrize(
-    "tracker, folder",
-    [(None, "release"), ("release", "iter_0000001"), ("1", "release"), ("", "release"), ("20", "iter_0000010")],
-)
-def test_half_a_checkpoint_is_never_used(tree, stage, tracker, folder):
-    shutil.rmtree(tree.converted)
-    (tree.converted / folder).mkdir(parents=True)
-    if tracker is not None:
-        (tree.converted / "latest_checkpointed_iteration.txt").write_text(tracker)
-    result = run(tree, stage)
-    assert result.returncode == 1 and "is an unfinished checkpoint; remove it" in result.stderr
-    assert (tree.converted / folder).exists() and not (tree.root / "started").exists()
-
-
-@both
-def test_a_checkpoint_of_ones_own_is_used_and_never_made(tree, stage):
-    own = tree.root / "own sft"
-    whole_checkpoint(own, "46", "iter_0000046")
-    result = run(tree, stage, REF_LOAD=str(own))
-    assert result.returncode == 0 and flags_of(job_words(result.stdout))["--ref-load"] == [str(own)]
-    result = run(tree, stage, REF_LOAD=str(tree.root / "typo"))
-    assert result.returncode == 1 and "typo is not a whole Megatron checkpoint" in result.stderr
-    assert not (tree.root / "typo").exists()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGKILL])
@@ -64,17 +38,17 @@ def test_a_conversion_ends_with_its_launch_and_nothing_is_half_made(tree, number
     shutil.rmtree(tree.converted)
     process = convert_in_background(tree)
     pid = int((tree.converted.parent / "converting").read_text())
-    second = run(tree, "rl")
+    second = run_script(tree, "rl", SAVE=str(tree.root / "elsewhere"))
     assert second.returncode == 1 and not (tree.root / "started").exists()
     assert f"error: only one launch may make {tree.converted}: process " in second.stderr
     assert alive(pid)
 
-    # A terminal sends Ctrl-C to the whole group, everything else comes to the shell alone.
+    # A terminal sends Ctrl-C to the whole group, everything else comes to the launch alone.
     os.killpg(process.pid, number) if number == signal.SIGINT else process.send_signal(number)
     assert process.wait(30) != 0
     assert wait_for(lambda: not alive(pid), 30)
     assert not tree.converted.exists() and not (tree.root / "started").exists()
-    assert run(tree, "rl").returncode == 0  # it is made again from the start
+    assert run_script(tree, "rl").returncode == 0  # it is made again from the start
     assert (tree.converted / "release").is_dir()
 
 
@@ -85,6 +59,7 @@ def convert_in_background(tree) -> subprocess.Popen:
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         start_new_session=True,
+        preexec_fn=default_signals,
     )
     LAUNCHED.append(process)
     assert wait_for((tree.converted.parent / "converting").exists)

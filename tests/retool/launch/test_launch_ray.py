@@ -12,28 +12,36 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from launch_helpers import EXAMPLE, LAUNCHED, SECRET, Tree, alive, job_words, run, wait_for
-
-sys.path.insert(0, str(EXAMPLE / "launch"))
-
-import ray_job
-from launch.supervise import LaunchError
+from launch import local_ray, ray_job
+from launch_helpers import (
+    EXAMPLE,
+    LAUNCHED,
+    SECRET,
+    Tree,
+    alive,
+    default_signals,
+    job_words,
+    make_tree,
+    run_script,
+    wait_for,
+)
+from retool.supervise import LaunchError
 
 # A cluster of the job's own, with a program in Ray's place -----------------------------------------------------------
 
 
-def start(tree: Tree, tmp: Path, *flags: str, stdout=None, preexec_fn=None, **changes: str) -> subprocess.Popen:
+def start(tree: Tree, tmp: Path, *flags: str, stdout=None, before=(), **changes: str) -> subprocess.Popen:
     """An RL launch in the background, its output in files, or where `stdout` says."""
     settings = {"FAKE_REPORT": str(tree.root / "report.json"), "FAKE_EXIT": "0", "TMPDIR": str(tmp)}
     with open(tree.root / "out", "w") as out, open(tree.root / "err", "w") as err:
         process = subprocess.Popen(
-            ["bash", str(EXAMPLE / "retool_qwen3_4b_rl.sh"), *flags],
+            [*before, "bash", str(EXAMPLE / "retool_qwen3_4b_rl.sh"), *flags],
             env=tree.environment(**{**settings, "WANDB_KEY": SECRET, **changes}),
             cwd=tree.root,
             stdout=stdout or out,
             stderr=err,
             start_new_session=True,
-            preexec_fn=preexec_fn,
+            preexec_fn=default_signals,
         )
     LAUNCHED.append(process)
     return process
@@ -117,9 +125,9 @@ def test_a_signal_ends_all_that_was_started(tree, short_tmp, number, deaf):
     check_ended_by(process, number, tree, short_tmp)
 
 
-@pytest.mark.parametrize("code, deaf", [(0, ""), (3, "1")])
-def test_the_end_of_the_job_ends_all_that_was_started(tree, short_tmp, code, deaf):
-    process = start_fake(tree, short_tmp, FAKE_EXIT=str(code), FAKE_DEAF=deaf)
+@pytest.mark.parametrize("code", [0, 3])
+def test_the_end_of_the_job_ends_all_that_was_started(tree, short_tmp, code):
+    process = start_fake(tree, short_tmp, FAKE_EXIT=str(code))
     assert process.wait(timeout=120) == code
     report = json.loads((tree.root / "report.json").read_text())
     assert not any(alive(pid) for pid in report["pids"])
@@ -154,9 +162,7 @@ def test_a_closed_pipe_does_not_end_the_job(tree, short_tmp):
 
 
 def test_nohup_keeps_the_job_when_the_terminal_closes(tree, short_tmp):
-    process = start_fake(
-        tree, short_tmp, "--sleep", FAKE_EXIT="0", preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    )
+    process = start_fake(tree, short_tmp, "--sleep", before=["nohup"])
     pids = pids_of(tree)
     os.killpg(process.pid, signal.SIGHUP)
     time.sleep(1)
@@ -188,17 +194,33 @@ def test_other_users_cannot_enter_rays_folder(tree, short_tmp):
 def test_two_runs_do_not_save_to_one_folder(tree, short_tmp):
     process = start_fake(tree, short_tmp, "--sleep")
     pids = pids_of(tree)
-    second = run(tree, "rl", TMPDIR=str(short_tmp))
+    second = run_script(tree, "rl", TMPDIR=str(short_tmp))
     save = f"{tree.checkpoint}_retool_rl"
     assert second.returncode == 1
     assert f"error: only one launch may write to {save}: process " in second.stderr
-    elsewhere = run(tree, "rl", SAVE=str(tree.root / "else"), FAKE_REPORT=str(tree.root / "x" / "r"))
+    elsewhere = run_script(tree, "rl", SAVE=str(tree.root / "else"), FAKE_REPORT=str(tree.root / "x" / "r"))
     assert "only one launch" not in elsewhere.stderr
     assert process.poll() is None and all(alive(pid) for pid in pids)
     (tree.root / "go on").touch()
     assert process.wait(60) == 0
     third = start_fake(tree, short_tmp)  # the lock file is there, the lock is not
     assert third.wait(60) == 0
+
+
+@pytest.mark.parametrize("tmp", ["short", "long"])
+def test_a_cluster_that_does_not_start_is_one_clear_line(tree, short_tmp, tmp):
+    (tree.root / "bin" / "ray").write_text(
+        f"#!/bin/sh\nprintf '%s\\n' \"$@\" > '{tree.root}/words'\necho no room on the device\nexit 1\n"
+    )
+    long = tree.root / ("x" * 60)
+    long.mkdir()
+    result = run_script(tree, "rl", TMPDIR=str(short_tmp if tmp == "short" else long), HOME=str(long))
+    assert result.returncode == 1
+    assert "error: Ray did not start: no room on the device" in result.stderr
+    words = (tree.root / "words").read_text().splitlines()
+    folder = words[words.index("--temp-dir") + 1]  # sockets below it must have a path of at most 107 bytes
+    assert len(f"{folder}/session_2026-12-01_00-00-00_000000_4194304/sockets/plasma_store") <= 107
+    shutil.rmtree(Path(folder).parent)
 
 
 # A running cluster, with a client in its place -----------------------------------------------------------------------
@@ -257,59 +279,27 @@ def test_a_cluster_that_never_answers_again_is_given_up(monkeypatch):
         ray_job.follow(client, "job")
 
 
-def test_no_cluster_at_the_address_is_one_clear_line(tree):
-    result = run(tree, "rl", RAY_ADDRESS="http://127.0.0.1:1")
-    assert result.returncode == 1 and "Traceback" not in result.stderr
-    assert "error: no Ray cluster answers at RAY_ADDRESS http://127.0.0.1:1: " in result.stderr
-
-
 # Real Ray ------------------------------------------------------------------------------------------------------------
 
-needs_ray = pytest.mark.skipif(
-    not shutil.which("ray", path=str(Path(sys.executable).parent)), reason="ray is not installed"
-)
-
-
-@pytest.fixture
-def other_cluster():
-    """A Ray cluster of somebody else on the same machine, and its processes."""
-    folder = tempfile.mkdtemp(prefix="other-", dir="/tmp")
-    # Ray keeps a token in the home directory; with one there, a cluster asks everyone for it.
-    home = Path(folder, "home")
-    home.mkdir()
-    program = (
-        "import json, os, sys, ray, psutil, time\n"
-        f"ray.init(address='local', num_cpus=1, num_gpus=0, include_dashboard=False, _temp_dir={folder!r})\n"
-        "@ray.remote\nclass A:\n    def ping(self): return os.getpid()\n"
-        "a = A.remote()\nray.get(a.ping.remote())\n"
-        "print(json.dumps([p.pid for p in psutil.Process().children(recursive=True)]), flush=True)\n"
-        "sys.stdin.readline()\nray.get(a.ping.remote())\nprint('still works', flush=True)\n"
-    )
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    environment["HOME"] = str(home)
-    process = subprocess.Popen(
-        [sys.executable, "-c", program],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        env=environment,
-    )
-    pids = json.loads(process.stdout.readline())
-    yield process, pids
-    process.kill()
-    process.wait()
-    shutil.rmtree(folder, ignore_errors=True)
+JOB = """
+import json, os, sys, time
+from pathlib import Path
+sys.stdout.buffer.write(b"\\xff not UTF-8\\n" + b"x" * 5_000_000 + b"\\n")  # what breaks a stream of log lines
+sys.stdout.flush()
+time.sleep(6)
+print("the end", flush=True)
+Path(__file__).with_name("job.json").write_text(json.dumps([sys.argv[1:], os.environ["PYTHONPATH"]]))
+sys.exit(5)
+"""
 
 
 @pytest.mark.ray
-@needs_ray
-def test_a_job_runs_on_a_cluster_of_its_own_and_nothing_else_is_touched(tree, short_tmp, other_cluster):
-    other, other_pids = other_cluster
-    process = start_real(tree, short_tmp, "--more", "a 'b' \"c\"", FAKE_EXIT="0")
-    assert process.wait(timeout=300) == 0, (tree.root / "err").read_text()[-3000:]
+@pytest.mark.skipif(not shutil.which("ray", path=str(Path(sys.executable).parent)), reason="ray is not installed")
+def test_launches_on_real_ray(tree, tmp_path, short_tmp):
+    """One launch with a Ray of its own; a job on that cluster; another launch that is interrupted beside it."""
+    process = start_real(tree, short_tmp, "--sleep", "--more", "a 'b' \"c\"", FAKE_EXIT="4")
+    pids = pids_of(tree)
     report = json.loads((tree.root / "report.json").read_text())
-
     assert report["argv"] == job_words(printed_command((tree.root / "out").read_text()))
     assert report["argv"][-2:] == ["--more", "a 'b' \"c\""]
     environment = report["environment"]
@@ -321,47 +311,66 @@ def test_a_job_runs_on_a_cluster_of_its_own_and_nothing_else_is_touched(tree, sh
         assert status == 401
     assert environment["WANDB_API_KEY"] == SECRET and "WANDB_KEY" not in environment
     assert not any(SECRET in line for line in report["command_lines"])
-    for name in ("out", "err"):
-        assert SECRET not in (tree.root / name).read_text()
-
-    assert not any(alive(pid) for pid in report["pids"])
-    assert list(short_tmp.iterdir()) == []
-    assert all(alive(pid) for pid in other_pids)
-    assert other.communicate("\n", timeout=60)[0].strip() == "still works"
-
-
-@pytest.mark.ray
-@needs_ray
-def test_a_signal_ends_a_job_on_real_ray(tree, short_tmp):
-    process = start_real(tree, short_tmp, "--sleep")
-    check_ended_by(process, signal.SIGINT, tree, short_tmp)
-
-
-@pytest.mark.ray
-@needs_ray
-def test_a_job_outlives_rays_dashboard_and_another_shell_reaches_it(tree, short_tmp):
-    process = start_real(tree, short_tmp, "--sleep", FAKE_EXIT="4")
-    pids = pids_of(tree)
     [directory] = short_tmp.iterdir()
-    shell = f'source "{directory}/env.sh" && ray status'
-    path = tree.environment()["PATH"]
-    status = subprocess.run(["bash", "-c", shell], env={"PATH": path}, capture_output=True, text=True, timeout=60)
-    assert status.returncode == 0 and "/8.0 GPU" in status.stdout, status.stdout + status.stderr
 
-    dashboards = [
+    # Another shell reaches it, and sees that Ray was told of as many CPUs as vime reserves.
+    status = in_shell(tree, f'source "{directory}/env.sh" && ray status')
+    assert status.returncode == 0 and "/8.0 GPU" in status.stdout, status.stdout + status.stderr
+    cpus = max(10, local_ray.machine_cpus())
+    assert f"/{cpus}.0 CPU" in status.stdout
+    warned = f"warning: this machine has {local_ray.machine_cpus()} CPUs, and vime asks Ray for 10"
+    assert (warned in (tree.root / "err").read_text()) is (cpus == 10)
+
+    # A job on a cluster that runs already, with a conversion before it.
+    job = make_tree(tmp_path / "job")
+    shutil.rmtree(job.converted)
+    (job.vime / "train.py").write_text(JOB)
+    use = f'source "{directory}/env.sh"; export RAY_ADDRESS=$RAY_API_SERVER_ADDRESS; '
+    done = in_shell(job, f'{use} exec bash "{EXAMPLE}/retool_qwen3_4b_rl.sh"')
+    assert done.returncode == 5 and "# job retool-" in done.stdout, done.stderr[-3000:]
+    argv, path = json.loads((job.vime / "job.json").read_text())
+    printed = printed_command(done.stdout[done.stdout.index("# train.py as a job") :])
+    assert argv == job_words(printed) and path.startswith(f"{EXAMPLE}:{job.vime}:")
+    assert job_words(printed_command(done.stdout))[:2] == ["--num-layers", "36"]  # of the conversion
+    assert "'--save'" in (job.converted / "release" / "argv").read_text()
+    for settings, says in [
+        ("NUM_NODES=2", "has 8 GPUs, and the run asks for 16: it would wait for ever"),
+        (f"NUM_GPUS={cpus - 1} NUM_NODES=1", f"has {cpus} CPUs, and the run asks for {cpus + 1}"),
+    ]:
+        flags = "--tensor-model-parallel-size 1 --rollout-num-gpus-per-engine 1"
+        done = in_shell(job, f'{use} {settings} bash "{EXAMPLE}/retool_qwen3_4b_rl.sh" {flags}')
+        assert done.returncode == 1 and says in done.stderr, done.stderr
+
+    # A launch that is interrupted ends its own cluster, and no other.
+    beside = make_tree(tmp_path / "beside")
+    with tempfile.TemporaryDirectory(prefix="rt-", dir="/tmp") as folder:
+        check_ended_by(start_real(beside, Path(folder), "--sleep"), signal.SIGINT, beside, Path(folder))
+    assert process.poll() is None and all(alive(pid) for pid in pids)
+
+    # Ray's dashboard is not needed.
+    [dashboard] = [
         int(entry.name)
         for entry in Path("/proc").iterdir()
         if entry.name.isdigit()
         and f"--temp-dir={directory}/r" in command_line(entry)
         and "dashboard.py" in command_line(entry)
     ]
-    assert len(dashboards) == 1
-    os.kill(dashboards[0], signal.SIGKILL)
-    time.sleep(5)
+    os.kill(dashboard, signal.SIGKILL)
+    assert wait_for(lambda: not alive(dashboard), 30)
     assert process.poll() is None and all(alive(pid) for pid in pids)
     (tree.root / "go on").touch()
     assert process.wait(timeout=120) == 4
+    assert not any(alive(pid) for pid in pids)
     assert (kept_logs(tree) / "r" / "session_latest" / "logs").is_dir()
+    for name in ("out", "err"):
+        assert SECRET not in (tree.root / name).read_text()
+
+
+def in_shell(tree: Tree, program: str) -> subprocess.CompletedProcess:
+    (tree.root / "bin" / "ray").unlink(missing_ok=True)
+    return subprocess.run(
+        ["bash", "-c", program], env=tree.environment(), cwd=tree.root, capture_output=True, text=True, timeout=300
+    )
 
 
 def command_line(process: Path) -> str:
@@ -369,53 +378,3 @@ def command_line(process: Path) -> str:
         return (process / "cmdline").read_text().replace("\0", " ")
     except OSError:
         return ""
-
-
-@pytest.mark.ray
-@needs_ray
-def test_why_ray_did_not_start_is_said(tree, short_tmp):
-    (tree.root / "bin" / "ray").unlink()
-    command = [sys.executable, str(EXAMPLE / "launch" / "local_ray.py"), "--num-gpus", "8"]
-    command += ["--lock", str(tree.root / "lock"), "--", "true"]
-    environment = tree.environment(CUDA_VISIBLE_DEVICES="0,1", TMPDIR=str(short_tmp))
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-    assert result.returncode == 1
-    assert (
-        "error: Ray did not start: " in result.stderr and "CUDA_VISIBLE_DEVICES contains ['0', '1']" in result.stderr
-    )
-
-
-@needs_ray
-def test_a_cluster_that_runs_already_is_used_and_stays(tree, short_tmp):
-    (tree.root / "bin" / "ray").unlink()
-    after = tree.root / "after"
-    result = subprocess.run(
-        [
-            *[sys.executable, str(EXAMPLE / "launch" / "local_ray.py"), "--num-gpus", "8"],
-            *["--lock", str(tree.root / "lock"), "--", "bash", "-c"],
-            # The second job shows that the first launch left the cluster as it was.
-            'RAY_ADDRESS=$RAY_API_SERVER_ADDRESS bash "$0"; echo "exit code $?"; ray job submit -- touch "$1"',
-            str(EXAMPLE / "retool_qwen3_4b_rl.sh"),
-            str(after),
-        ],
-        env=tree.environment(
-            FAKE_REPORT=str(tree.root / "report.json"), TMPDIR=str(short_tmp), FAKE_EXIT="5", FAKE_OUTPUT="1"
-        ),
-        cwd=tree.root,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
-    assert "--address http://127.0.0.1:" in result.stdout
-    assert "exit code 5\n" in result.stdout, result.stderr[-3000:]
-    report = json.loads((tree.root / "report.json").read_text())
-    assert report["argv"] == job_words(printed_command(result.stdout))
-    assert after.exists() and list(short_tmp.iterdir()) == []
-
-
-def test_a_cluster_that_does_not_start_is_one_clear_line(tree, short_tmp):
-    (tree.root / "bin" / "ray").write_text("#!/bin/sh\necho no room on the device\nexit 1\n")
-    result = run(tree, "rl", TMPDIR=str(short_tmp))
-    assert result.returncode == 1
-    assert "error: Ray did not start: no room on the device" in result.stderr
