@@ -10,7 +10,7 @@ Data flows one way; each arrow is one function:
 
     sample.prompt --render_prompt--> ids --complete--> turn --read_action--> action --_act--> observation --+
                                       ^                                                                   |
-                                      +-------------------- _record, the one writer of tokens <-----------+
+                                      +-------------------- retool/ledger.py, the one writer of tokens <---+
 
 Contract (vime's rollout): `generate` is awaited once per sample under vime's own semaphore, fills the sample and
 returns it; `reward_func` scores it by the last box in the assistant's prose.
@@ -38,7 +38,7 @@ from collections.abc import Awaitable
 from contextlib import nullcontext
 from typing import Any
 
-from retool import actions, advantages, captures, engine, failures, metrics, observations, request, reward
+from retool import actions, advantages, engine, failures, ledger, metrics, observations, replay_data, request, reward
 from retool.actions import Action, Answer, Code, Incomplete, Invalid, ToolCall
 from retool.chat import (
     CODE_TOOL,
@@ -64,12 +64,11 @@ from retool.episode import (
     frame_length,
     interrupt,
     keep_partial_turn,
-    opening,
     record_turn,
     refuse_unsupported,
-    reset,
     resumable,
     resume,
+    template_prefix,
     until_aborted,
     vocabulary,
 )
@@ -165,14 +164,14 @@ def generate(args, sample: Sample, sampling_params: dict[str, Any], evaluation: 
     return _generate(args, sample, sampling_params, evaluation)
 
 
-@failures.ends_the_run
+@failures.ends_the_run(gives_sample_back=True)
 async def _generate(args: Any, sample: Any, sampling_params: dict[str, Any], evaluation: bool) -> Any:
     episode = _open_episode(args, sample, sampling_params, evaluation)
     end, failure = EndReason.ABORT, None  # what holds if the task is cancelled at an await below
     try:
         while True:
             turn = await _sample_turn(episode)
-            around = frame(getattr(turn.action, "dialect", None), turn.text.endswith(IM_END), episode.opening)
+            around = frame(getattr(turn.action, "dialect", None), turn.text.endswith(IM_END), episode.template_prefix)
             if reason := _end_reason(episode, turn, around):
                 end = reason
                 break
@@ -199,9 +198,9 @@ def _open_episode(args: Any, sample: Any, sampling_params: dict[str, Any], evalu
     state: Any = GenerateState(args)
     template_kwargs = getattr(sample, "apply_chat_template_kwargs", None) or {}
     template_kwargs = (getattr(args, "apply_chat_template_kwargs", None) or {}) | template_kwargs
-    turn_opening = opening(state.tokenizer, template_kwargs)
+    prefix = template_prefix(state.tokenizer, template_kwargs)
     try:
-        prompt = render_prompt(sample.prompt, tool_registry.get_tool_specs(), turn_opening)
+        prompt = render_prompt(sample.prompt, tool_registry.get_tool_specs(), prefix)
     except ValueError as error:
         field = getattr(args, "input_key", None)
         raise ValueError(
@@ -213,14 +212,13 @@ def _open_episode(args: Any, sample: Any, sampling_params: dict[str, Any], evalu
     stop = [stop] if isinstance(stop, str) else list(stop)
     params["stop"] = stop + [tag for tag in CODE_STOPS if tag not in stop]
     limits = Limits.of(args, params["max_new_tokens"], evaluation)
-    episode = Episode(args, sample, state, params, limits, prompt, turn_opening)
-    left = resumable(sample) if episode.continued else None
-    if left:
-        resume(episode, left)
+    episode = Episode(args, sample, state, params, limits, prompt, prefix)
+    record = resumable(sample) if episode.continued else None
+    if record:
+        resume(episode, record)
     else:
-        reset(sample)
-        sample.tokens = encode(state.tokenizer, prompt)
-        episode.opened = turn_opening if prompt.endswith(turn_opening) else ""
+        ledger.start(sample, encode(state.tokenizer, prompt))
+        episode.pending_prefix = prefix if prompt.endswith(prefix) else ""
         begin_turn(episode)
     # For code written for earlier versions of this example.
     sample.payload_text = prompt
@@ -257,23 +255,23 @@ async def _sample_turn(episode: Episode) -> Turn:
         if completion.finish_reason == "length":
             return Turn(text, cut_by=binding)
         over = not text.endswith(CODE_STOPS)  # by the end token of the checkpoint, whatever that is
-        reading = actions.read_action(episode.opened + text, over, tool_registry.tools)
+        reading = actions.read_action(episode.pending_prefix + text, over, tool_registry.tools)
         episode.requests += 1
         incomplete = isinstance(reading.action, Incomplete) and completion.token_ids
         episode.turn_over = not incomplete or episode.requests == MAX_REQUESTS_PER_TURN
     if reading is None or isinstance(reading.action, Incomplete):
-        reading = actions.read_action(episode.opened + text, over=True, tools=tool_registry.tools)
+        reading = actions.read_action(episode.pending_prefix + text, over=True, tools=tool_registry.tools)
     episode.hallucinated_here = reading.hallucinated
     return Turn(text, reading.action)
 
 
 async def _complete(episode: Episode, room: int) -> engine.Completion:
     """Continue the sample's ids by at most `room` tokens."""
-    vimes = request.VimesOwn(
+    hooks = request.VimeHooks(
         getattr(vllm_rollout, "_build_inference_sampling_params", None),  # private, so it may be missing
         score_centering_request,
     )
-    asked = request.build(episode.args, episode.sample, episode.params, room, vimes)
+    asked = request.build(episode.args, episode.sample, episode.params, room, hooks)
     known_ids = vocabulary(episode.state.tokenizer)
     completion = await engine.complete(post, asked.router, asked.payload, asked.headers, known_ids, asked.centering)
     if asked.known_rows:
@@ -335,7 +333,7 @@ def _shown(output: str, dialect: actions.Dialect | None) -> str:
 def _close_episode(episode: Episode, end: EndReason) -> None:
     sample = episode.sample
     sample.status = Sample.Status[end.status]
-    left = interrupt(episode) if end is EndReason.ABORT and episode.continued else None
+    saved = interrupt(episode) if end is EndReason.ABORT and episode.continued else None
     sample.payload_text = episode.prompt + sample.response
     sample.metadata["retool"] = {
         "end_reason": end.value,
@@ -343,8 +341,8 @@ def _close_episode(episode: Episode, end: EndReason) -> None:
         "calls": [call._asdict() for call in episode.calls],
         "hallucinated_outputs": episode.hallucinated + episode.hallucinated_here,
     }
-    if left:
-        sample.metadata["retool"]["progress"] = left
+    if saved:
+        sample.metadata["retool"]["saved_progress"] = saved._asdict()
 
 
 def _lose(episode: Episode) -> None:
@@ -352,9 +350,9 @@ def _lose(episode: Episode) -> None:
     sample = episode.sample
     sample.remove_sample = True
     sample.reward = reward.lost()
-    if "progress" in sample.metadata["retool"] and sample.response_length:
-        return  # it may be continued, and what it captured is whole
-    captures.fill_in(episode.args, sample, engine.sends_top_p_sets())
+    if "saved_progress" in sample.metadata["retool"] and sample.response_length:
+        return  # it may be continued, and its replay data are whole
+    replay_data.fill_in(episode.args, sample, engine.sends_top_p_sets())
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -362,7 +360,7 @@ def _lose(episode: Episode) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-@failures.ends_the_run
+@failures.ends_the_run()
 async def reward_func(
     args, sample: Sample | list[Sample] | None = None, samples: list[Sample] | None = None, **kwargs
 ) -> reward.Reward | list[reward.Reward]:

@@ -77,7 +77,7 @@ _TOOLS_TAIL = (
 )
 
 
-def turn_opening(tokenizer: Any, template_kwargs: dict[str, Any]) -> str:
+def read_template_prefix(tokenizer: Any, template_kwargs: dict[str, Any]) -> str:
     r"""What the checkpoint's own template writes into an assistant turn that it opens, after OPEN_TURN.
 
     Nothing for most models; `<think>\n` for those that always think; an empty think block for those that may, where
@@ -91,8 +91,8 @@ def turn_opening(tokenizer: Any, template_kwargs: dict[str, Any]) -> str:
         return ""
     question = [{"role": "user", "content": "?"}]
     text = tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True, **template_kwargs)
-    _, opened, opening = str(text).rpartition(OPEN_TURN)
-    return opening if opened else ""
+    _, found, prefix = str(text).rpartition(OPEN_TURN)
+    return prefix if found else ""
 
 
 def split_prompt(prompt: str | list[Message]) -> tuple[str | None, str | list[Message]]:
@@ -140,13 +140,13 @@ def format_conversation_with_tools(
     return f"{IM_START}system\n{system}{IM_END}\n" + _render_turns(turns + list(messages or [])) + OPEN_TURN
 
 
-def render_prompt(prompt: str | list[Message], tools: list[dict[str, Any]], opening: str = "") -> str:
+def render_prompt(prompt: str | list[Message], tools: list[dict[str, Any]], template_prefix: str = "") -> str:
     """The text that the first turn continues; a prompt that was put through a chat template already is that text.
 
     Args:
         prompt: a question, a list of messages, or the rendered text.
         tools: specs, in the order in which the model is shown them.
-        opening: what stands in the assistant turn before the model's own text, see `turn_opening`.
+        template_prefix: what stands in the assistant turn before the model's own text, see `read_template_prefix`.
 
     Raises:
         ValueError: the prompt is empty or of another type, a rendered one lacks one of the tools, or
@@ -165,8 +165,8 @@ def render_prompt(prompt: str | list[Message], tools: list[dict[str, Any]], open
         return prompt
     system, rest = split_prompt(prompt)
     if isinstance(rest, str):
-        return format_conversation_with_tools(rest, tools, system) + opening
-    return format_conversation_with_tools("", tools, system, messages=rest) + opening
+        return format_conversation_with_tools(rest, tools, system) + template_prefix
+    return format_conversation_with_tools("", tools, system, messages=rest) + template_prefix
 
 
 def _check_prompt(prompt: Any) -> None:
@@ -278,18 +278,18 @@ class Frame(NamedTuple):
     after: str
 
 
-def frame(dialect: str | None, turn_ended: bool, opening: str = "") -> Frame:
+def frame(dialect: str | None, turn_ended: bool, template_prefix: str = "") -> Frame:
     """The frame of an observation, in the dialect that the model spoke.
 
     Args:
         dialect: "tool_call", "code", or None for a turn without a readable action.
         turn_ended: whether the turn ended with <|im_end|>: what follows must then be a turn of its own, so that the
             transcript stays well-formed ChatML.
-        opening: what the assistant turn that follows begins with, see `turn_opening`.
+        template_prefix: what the assistant turn that follows begins with, see `read_template_prefix`.
     """
     if dialect == "code" and not turn_ended:
         return Frame(_INLINE_OPEN, _INLINE_CLOSE)
-    after = _BACK + opening
+    after = _BACK + template_prefix
     user = _USER_TURN if turn_ended else IM_END + _USER_TURN
     tag = _TAGS.get(dialect or "")
     if tag is None:

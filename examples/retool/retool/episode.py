@@ -1,8 +1,7 @@
-"""One sample while it is rolled out: its limits, its turns and calls, and the one writer of its tokens.
+"""One sample while it is rolled out: its limits, its turns and calls, and what is kept of it when it is aborted.
 
-Contract: `record` is the only way by which tokens reach a sample; ids, loss mask, log-probs and text move together, in
-vime's own `Sample.append_response_tokens`, which refuses what would get out of step. Sampled tokens are trained on,
-observations are not. Samples and tokenizers are vime's, used as they come: this module imports neither.
+Contract: tokens reach the sample through retool/ledger.py alone. Samples and tokenizers are vime's, used as they come:
+this module imports neither.
 """
 
 from __future__ import annotations
@@ -15,10 +14,10 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple
 
-from retool import captures
+from retool import ledger, replay_data
 from retool.actions import Action, Invalid
-from retool.chat import OPEN_TURN, Frame, neutralize, shorten, turn_opening
-from retool.engine import Completion, EngineError
+from retool.chat import OPEN_TURN, Frame, neutralize, read_template_prefix, shorten
+from retool.engine import Completion
 
 MIN_BODY_CHARS = 64  # of an observation: cut further, nothing but the note of what is left out remains
 ANSWER_TOKENS = 64  # that a long observation leaves to the turn after it: an answer fits
@@ -103,8 +102,8 @@ class Episode:
     params: dict[str, Any]
     limits: Limits
     prompt: str
-    opening: str = ""  # what the checkpoint's template puts into an assistant turn before the model's own text
-    opened: str = ""  # what of it, or of an open thought, stands before the text of the turn that is sampled next
+    template_prefix: str = ""  # what the checkpoint's template puts into an assistant turn before the model's own text
+    pending_prefix: str = ""  # what of it, or of an open thought, stands before the turn that is sampled next
     turns: int = 0
     hallucinated: int = 0
     calls: list[CallRecord] = field(default_factory=list)
@@ -145,95 +144,79 @@ def refuse_unsupported(args: Any, sample: Any) -> None:
         )
 
 
-def reset(sample: Any) -> None:
-    """Forget an earlier attempt: a sample that comes back after an abort brings all of it along."""
-    fresh = {
-        "response": "",
-        "response_length": 0,
-        "loss_mask": [],
-        "rollout_log_probs": [],
-        "rollout_top_p_token_ids": None,
-        "rollout_top_p_token_offsets": None,
-        "rollout_top_p_log_probs": None,
-        "rollout_topk_token_ids": None,
-        "rollout_topk_log_probs": None,
-        "rollout_routed_experts": None,
-        "teacher_log_probs": None,
-        "weight_versions": [],
-        "reward": None,
-        "remove_sample": False,
-        "non_generation_time": 0.0,
-        "status": sample.Status.PENDING,
-        "tool_call_count": 0,
-    }
-    for name, value in fresh.items():
-        setattr(sample, name, value)
-    for name in ("prefix_cache_info", "spec_info"):
-        if hasattr(sample, name):
-            setattr(sample, name, type(getattr(sample, name))())
-    sample.metadata = {key: value for key, value in (sample.metadata or {}).items() if key != "retool"}
+class SavedProgress(NamedTuple):
+    """Where an aborted episode stands, beside its sample's own ids, mask and log-probs; in the metadata as plain data."""
+
+    turns: int
+    hallucinated: int
+    turn_start: int
+    text_start: int
+    requests: int
+    turn_over: bool
+    pending_prefix: str
+    observation: list[Any]  # text and ids of one that was put aside, see `interrupt`
 
 
-_KEPT = ("turns", "hallucinated", "turn_start", "text_start", "requests", "turn_over", "opened")
+SAVED_FIELDS = SavedProgress._fields[:-1]  # of an Episode, under the same names
 
 
-def interrupt(episode: Episode) -> dict[str, Any]:
-    """Leave the sample as one to be continued, and return where its episode stands, as plain data: what `resume` needs
-    beside the sample's own ids, mask and log-probs.
+def interrupt(episode: Episode) -> SavedProgress:
+    """Leave the sample as one to be continued.
 
     An observation at the end is put aside. The engine has not seen it, so it has no expert rows yet, and vime takes a
     sample that is short of rows for a broken one.
     """
     sample, (text, ids) = episode.sample, episode.shown
-    written = {name: getattr(episode, name) for name in _KEPT}
+    saved = SavedProgress(**{name: getattr(episode, name) for name in SAVED_FIELDS}, observation=["", []])
     if ids and len(sample.tokens) == episode.turn_start:
-        captures.take_back(sample, len(ids))
-        sample.response = sample.response[: len(sample.response) - len(text)]
-        written["observation"] = [text, ids]
-    return written
+        ledger.take_back(sample, ids, text)
+        saved = saved._replace(observation=[text, ids])
+    return saved
 
 
-def resume(episode: Episode, written: dict[str, Any]) -> None:
-    """Go on where an aborted attempt stopped, from its ids; `written` is what it left in `sample.metadata["retool"]`.
+def resume(episode: Episode, record: dict[str, Any]) -> None:
+    """Go on where an aborted attempt stopped, from its ids.
 
     A call that had finished is in the sample with its observation; one that was cut is not, and will be made again.
+
+    Args:
+        episode: a new one.
+        record: what the attempt left in `sample.metadata["retool"]`.
     """
-    sample = episode.sample
-    for name in _KEPT:
-        setattr(episode, name, written["progress"][name])
-    episode.calls = [CallRecord(**call) for call in written["calls"]]
+    sample, saved = episode.sample, SavedProgress(**record["saved_progress"])
+    for name in SAVED_FIELDS:
+        setattr(episode, name, getattr(saved, name))
+    episode.calls = [CallRecord(**call) for call in record["calls"]]
     sample.tool_call_count = len(episode.calls)
     sample.reward, sample.remove_sample, sample.status = None, False, sample.Status.PENDING
-    if "observation" in written["progress"]:
-        _show(episode, *written["progress"]["observation"])
+    if saved.observation[1]:
+        _show(episode, *saved.observation)
 
 
 def resumable(sample: Any) -> dict[str, Any] | None:
-    """What an aborted attempt left, None if the sample has to be started afresh: it is new, or an infrastructure error
-    lost it, or its books are not those that the attempt left."""
-    written = (sample.metadata or {}).get("retool") or {}
-    if written.get("end_reason") != EndReason.ABORT.value or "progress" not in written:
+    """The record of an aborted attempt, None if the sample has to be started afresh: it is new, or an infrastructure
+    error lost it, or its ids, mask and log-probs are not those that the attempt left."""
+    record = (sample.metadata or {}).get("retool") or {}
+    if "saved_progress" not in record:
         return None
-    length, (_, aside) = sample.response_length, written["progress"].get("observation", ("", []))
-    kept = length <= len(sample.tokens) and written["progress"]["turn_start"] <= len(sample.tokens) + len(aside)
-    if not kept or not len(sample.loss_mask or []) == len(sample.rollout_log_probs or []) == length:
+    length, saved = sample.response_length, SavedProgress(**record["saved_progress"])
+    known = len(sample.tokens) + len(saved.observation[1])
+    if length > len(sample.tokens) or saved.turn_start > known:
         return None
-    return dict(written)
+    if not len(sample.loss_mask or []) == len(sample.rollout_log_probs or []) == length:
+        return None
+    return dict(record)
 
 
 def record_turn(episode: Episode, ids: list[int], log_probs: list[float], meta: dict[str, Any]) -> str:
-    """Append what one request of a turn brought, and return the text of the turn so far.
-
-    The text is that of all its ids: a character may have been cut between two requests.
-    """
-    sample, decode = episode.sample, episode.state.tokenizer.decode
+    """Append what one request of a turn brought, and return the text of the turn so far."""
+    sample = episode.sample
     goes_on = len(sample.tokens) > episode.turn_start
     episode.turns += not goes_on
-    text = str(decode(ids, skip_special_tokens=False))
-    record(episode, ids, text, log_probs, meta)
+    text = str(episode.state.tokenizer.decode(ids, skip_special_tokens=False))
+    ledger.append(episode.args, sample, ids, text, log_probs, meta)
     if goes_on:
-        text = str(decode(sample.tokens[episode.turn_start :], skip_special_tokens=False))
-        sample.response = sample.response[: episode.text_start] + text
+        text = ledger.decode_again(sample, episode.state.tokenizer, episode.turn_start, episode.text_start)
     return text
 
 
@@ -251,26 +234,12 @@ def keep_partial_turn(episode: Episode, completion: Completion) -> None:
     while kept and _begins_a_stop(str(decode(said + ids[:kept], skip_special_tokens=False)), stops):
         kept -= 1
     if kept:
-        meta = captures.of_the_first(completion.meta, len(ids), kept)
+        meta = replay_data.of_the_first(completion.meta, len(ids), kept)
         record_turn(episode, ids[:kept], completion.log_probs[:kept], meta)
 
 
 def _begins_a_stop(text: str, stops: list[str]) -> bool:
     return any(text.endswith(stop[:length]) for stop in stops for length in range(1, len(stop)))
-
-
-def record(
-    episode: Episode, ids: list[int], text: str, log_probs: list[float] | None, meta: dict[str, Any] | None
-) -> None:
-    """The one writer of tokens: ids, mask, log-probs and text move together. EngineError for meta that does not fit."""
-    if ids and meta:  # vime's Sample takes one version of the weights for a request, the last
-        episode.sample.weight_versions += meta.get("earlier_weight_versions", [])
-    try:
-        episode.sample.append_response_tokens(
-            episode.args, tokens=ids, log_probs=log_probs, trainable=log_probs is not None, meta_info=meta, text=text
-        )
-    except (ValueError, TypeError, RuntimeError) as error:
-        raise EngineError(f"the engine's answer does not fit the sample: {error}") from error
 
 
 async def until_aborted(episode: Episode, call: Coroutine[Any, Any, str]) -> str | None:
@@ -301,18 +270,18 @@ def append_observation(episode: Episode, around: Frame, body: str, said: str) ->
     bare = frame_length(tokenizer, around)
     text, ids = _fit_observation(tokenizer, around, neutralize(body), max(bare, room - ANSWER_TOKENS))
     _show(episode, text, ids)
-    spoken = episode.opened + said
-    if around.after.endswith(OPEN_TURN + episode.opening):
-        episode.opened = episode.opening
+    spoken = episode.pending_prefix + said
+    if around.after.endswith(OPEN_TURN + episode.template_prefix):
+        episode.pending_prefix = episode.template_prefix
     elif spoken.rfind("<think>") > spoken.rfind("</think>"):  # the turn goes on, and the thought in it
-        episode.opened = "<think>\n"
+        episode.pending_prefix = "<think>\n"
     else:
-        episode.opened = ""
+        episode.pending_prefix = ""
     begin_turn(episode)
 
 
 def _show(episode: Episode, text: str, ids: list[int]) -> None:
-    record(episode, ids, text, None, None)
+    ledger.append(episode.args, episode.sample, ids, text, None, None)
     episode.shown = (text, ids)
 
 
@@ -350,7 +319,7 @@ class _Known(NamedTuple):
     tokenizer: Any
     vocabulary: int | None
     frames: dict[Frame, int]
-    openings: dict[str, str]
+    template_prefixes: dict[str, str]
 
 
 _known = _Known(None, None, {}, {})
@@ -369,12 +338,12 @@ def frame_length(tokenizer: Any, around: Frame) -> int:
     return frames[around]
 
 
-def opening(tokenizer: Any, template_kwargs: dict[str, Any]) -> str:
-    """`turn_opening` of the tokenizer's template."""
-    openings, key = _ask(tokenizer).openings, json.dumps(template_kwargs, sort_keys=True, default=str)
-    if key not in openings:
-        openings[key] = turn_opening(tokenizer, template_kwargs)
-    return openings[key]
+def template_prefix(tokenizer: Any, template_kwargs: dict[str, Any]) -> str:
+    """`read_template_prefix` of the tokenizer's template."""
+    prefixes, key = _ask(tokenizer).template_prefixes, json.dumps(template_kwargs, sort_keys=True, default=str)
+    if key not in prefixes:
+        prefixes[key] = read_template_prefix(tokenizer, template_kwargs)
+    return prefixes[key]
 
 
 def _ask(tokenizer: Any) -> _Known:

@@ -89,7 +89,7 @@ def count(failure: Exception | None, max_rate: float) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-class _EndOfRun:
+class PoisonPill:
     """Stands in the queue of finished groups; whoever unpacks it as one gets the cause raised."""
 
     def __init__(self, worker: Any, cause: Exception):
@@ -100,26 +100,37 @@ class _EndOfRun:
         raise self.cause
 
 
-_end: _EndOfRun | None = None
+_end: PoisonPill | None = None
 _raised: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, float] = weakref.WeakKeyDictionary()
 
 
-def ends_the_run(function: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-    """Let what a coroutine function of vime's signature (args, sample, ...) raises end the run, in every mode of vime."""
+Rollout = Callable[..., Awaitable[Any]]
 
-    @functools.wraps(function)
-    async def ending(*given: Any, **named: Any) -> Any:
-        try:
-            raise_if_ended()
-            return await function(*given, **named)
-        except Exception as error:
-            if not end_run(error) or function.__name__ != "_generate":
-                raise
-            sample = named["sample"] if "sample" in named else given[1]
-            sample.status = sample.Status.ABORTED  # its group goes back to the data buffer; one that raises is dropped
-            return sample
 
-    return ending
+def ends_the_run(*, gives_sample_back: bool = False) -> Callable[[Rollout], Rollout]:
+    """Let what a coroutine function of vime's signature (args, sample, ...) raises end the run, in every mode of vime.
+
+    Args:
+        gives_sample_back: whether the sample is returned as an aborted one where the rollout function gets the cause
+            from elsewhere: then its group goes back to the data buffer, while one that raises is dropped.
+    """
+
+    def decorate(function: Rollout) -> Rollout:
+        @functools.wraps(function)
+        async def ending(*given: Any, **named: Any) -> Any:
+            try:
+                raise_if_ended()
+                return await function(*given, **named)
+            except Exception as error:
+                if not (end_run(error) and gives_sample_back):
+                    raise
+                sample = named["sample"] if "sample" in named else given[1]
+                sample.status = sample.Status.ABORTED
+                return sample
+
+        return ending
+
+    return decorate
 
 
 def end_run(cause: Exception) -> bool:
@@ -133,7 +144,7 @@ def end_run(cause: Exception) -> bool:
     if worker is not None:
         with _lock:
             if _end is None or _end.worker is not worker:
-                _end = _EndOfRun(worker, cause)
+                _end = PoisonPill(worker, cause)
             end = _end
         _put_first(worker, end)
         return True
@@ -165,7 +176,7 @@ def _is_vimes(loop: asyncio.AbstractEventLoop) -> bool:
     return getattr(vimes, "loop", None) is loop
 
 
-def _put_first(worker: Any, end: _EndOfRun) -> None:
+def _put_first(worker: Any, end: PoisonPill) -> None:
     """At the head of the queue: after other groups it would wait for a training step."""
     try:
         queue = worker.output_queue

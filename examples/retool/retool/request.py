@@ -22,14 +22,14 @@ class Request(NamedTuple):
     known_rows: int  # of expert rows that the sample has, so that the engine sends those after them
 
 
-class VimesOwn(NamedTuple):
+class VimeHooks(NamedTuple):
     """Functions of vime's, None where this vime does not have them."""
 
     mapping: Callable[[dict[str, Any]], dict[str, Any]] | None  # of sampling parameters to the engine's
     check_centering: Callable[[Any, dict[str, Any]], Any] | None  # refuses parameters that do not go with it
 
 
-def build(args: Any, sample: Any, params: dict[str, Any], room: int, vimes: VimesOwn) -> Request:
+def build(args: Any, sample: Any, params: dict[str, Any], room: int, hooks: VimeHooks) -> Request:
     """The request that continues the sample's ids by at most `room` tokens.
 
     Args:
@@ -37,7 +37,7 @@ def build(args: Any, sample: Any, params: dict[str, Any], room: int, vimes: Vime
         sample: vime's, its ids being the prompt's and the response's so far.
         params: vime's sampling parameters, whose bounds are those of the whole response.
         room: in tokens.
-        vimes: what this vime brings along.
+        hooks: what this vime brings along.
 
     Raises:
         RuntimeError: score centering in a vime that has none.
@@ -50,11 +50,11 @@ def build(args: Any, sample: Any, params: dict[str, Any], room: int, vimes: Vime
         params["seed"] = _later_seed(params["seed"], sample.response_length)
     centering = None
     if getattr(args, "use_score_centering", False):  # vime itself switches it off in evaluation
-        if vimes.check_centering is None:
+        if hooks.check_centering is None:
             raise RuntimeError("--use-score-centering needs vime.utils.score_centering, which this vime does not have")
-        vimes.check_centering(args, params)
+        hooks.check_centering(args, params)
         centering = ScoreCentering(args.score_centering_top_k if args.rollout_top_p == 1 else None)
-    body = sampling_params(params, vimes.mapping, centering.log_probs if centering else 1)
+    body = sampling_params(params, hooks.mapping, centering.log_probs if centering else 1)
     known_rows = _known_expert_rows(args, sample)
     if known_rows:
         body["routed_experts_prompt_start"] = known_rows

@@ -116,7 +116,7 @@ def check_rows(args, sample):
         assert there[~holes].all() and holes.sum() <= max(64, len(rows) // 100), "rows of zeros"
 
 
-def check_captures(args, sample):
+def check_replay_data(args, sample):
     """What is asked of one sample's captures, with its mask as it is."""
     if args.use_score_centering and args.rollout_top_p < 1:
         check_top_p(sample)

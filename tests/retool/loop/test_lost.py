@@ -10,7 +10,7 @@ import generate_with_retool as plugin
 import numpy
 import pytest
 import tool_sandbox
-from newest import NewestSample, check_captures, convert
+from newest import NewestSample, check_replay_data, convert
 from retool import chat, engine
 from scripted import Turn, call, check_sample
 
@@ -124,7 +124,7 @@ def test_the_newest_vime_converts_every_batch(rollout, tool, monkeypatch, mode, 
     args = SimpleNamespace(**batches.mode, num_layers=2, moe_router_topk=2)
     batch = batches.batch(how)
     for sample in batch:  # with --rollout-data-transport straw it looks before it masks what is removed
-        check_captures(args, sample)
+        check_replay_data(args, sample)
     for order in orders(batch):
         found = convert(args, order)
         assert not wanted.get("use_rollout_routing_replay") or len(found["rollout_routed_experts"]) == len(order)
@@ -224,7 +224,7 @@ def test_an_aborted_sample_ends_on_what_was_sampled_and_captured(rollout, tool, 
             **batches.mode,
         )
         assert sample.status == Sample.Status.ABORTED and sample.response.endswith("</tool_call>")
-        assert sample.loss_mask[-1] == 1 and sample.metadata["retool"]["progress"]["observation"]
+        assert sample.loss_mask[-1] == 1 and sample.metadata["retool"]["saved_progress"]["observation"][1]
         convert(args, [sample])
     rollout.state.aborted, tool.answer = False, "1"
     rollout.run(
@@ -237,15 +237,15 @@ def test_an_aborted_sample_ends_on_what_was_sampled_and_captured(rollout, tool, 
     assert sample.response == whole.response and sample.tool_call_count == 2
     for name in ("tokens", "loss_mask", "rollout_log_probs", "status"):
         assert getattr(sample, name) == getattr(whole, name), name
-    for name in CAPTURES:
+    for name in REPLAY_DATA:
         mine, theirs = getattr(sample, name), getattr(whole, name)
         assert (mine is None) == (theirs is None), name
         assert mine is None or numpy.array_equal(mine, theirs), name
     convert(args, [sample, whole])
 
 
-CAPTURES = [f"rollout_{name}" for name in ("topk_token_ids", "topk_log_probs", "routed_experts")]
-CAPTURES += [f"rollout_top_p_{name}" for name in ("token_ids", "token_offsets", "log_probs")]
+REPLAY_DATA = [f"rollout_{name}" for name in ("topk_token_ids", "topk_log_probs", "routed_experts")]
+REPLAY_DATA += [f"rollout_top_p_{name}" for name in ("token_ids", "token_offsets", "log_probs")]
 
 
 @pytest.mark.parametrize("begun", ["<", "</tool", "</code", "a < b <", ""])

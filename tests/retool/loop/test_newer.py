@@ -67,7 +67,8 @@ def prompt_and_response(sample):
 def test_every_assistant_turn_opens_as_the_models_template_opens_it(monkeypatch, tool, template, kwargs, opening):
     rollout = Rollout(monkeypatch, Templated(template))
     last = Turn(f"So</think>\n{ANSWER.text}") if opening == OPEN_THOUGHT else ANSWER  # no answer stands in a thought
-    turns = [Turn(call("1")), Turn(f"hm{END}"), Turn("<code>2</code>"), last]
+    first = Turn("</think>" * (opening == OPEN_THOUGHT) + call("1"))  # nor does a call of this dialect
+    turns = [first, Turn(f"hm{END}"), Turn("<code>2</code>"), last]
     sample = rollout.run(turns, apply_chat_template_kwargs=kwargs)
     rollout.close()
     prompt, response = prompt_and_response(sample)
@@ -103,9 +104,9 @@ def test_the_models_own_thought_is_read_as_one(monkeypatch, tool):
     read = []
     real = plugin.actions.read_action
 
-    def read_action(text, **kwargs):
+    def read_action(text, *more, **named):
         read.append(text)
-        return real(text, **kwargs)
+        return real(text, *more, **named)
 
     monkeypatch.setattr(plugin.actions, "read_action", read_action)
     rollout = Rollout(monkeypatch, Templated(always))
@@ -128,7 +129,7 @@ def test_the_models_own_thought_is_read_as_one(monkeypatch, tool):
 
 def test_qwen3s_own_templates(qwen3_tokenizer):
     """The hybrid's, from its checkpoint, and that of the models that always think, which differs in this place only."""
-    open_ = chat.turn_opening
+    open_ = chat.read_template_prefix
     assert open_(qwen3_tokenizer, {}) == open_(qwen3_tokenizer, {"enable_thinking": True}) == ""
     assert open_(qwen3_tokenizer, {"enable_thinking": False}) == EMPTY_THOUGHT
     messages = [{"role": "system", "content": "S"}, {"role": "user", "content": "Q"}]
@@ -143,7 +144,7 @@ def test_qwen3s_own_templates(qwen3_tokenizer):
         longer = qwen3_tokenizer.apply_chat_template(
             shown, tools=[chat.CODE_INTERPRETER], tokenize=False, add_generation_prompt=True, **kwargs
         )
-        before, after = chat.frame("tool_call", turn_ended=False, opening=opening)
+        before, after = chat.frame("tool_call", turn_ended=False, template_prefix=opening)
         assert longer.endswith(call_turn["content"] + before + "Output:\n42" + after)
 
 

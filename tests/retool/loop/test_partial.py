@@ -235,7 +235,7 @@ def test_without_the_flag_an_aborted_sample_is_started_afresh(monkeypatch):
     setting = Setting(monkeypatch, TURNS["calls"])
     setting.args.partial_rollout = False
     assert not setting.attempt(30)
-    assert "progress" not in setting.sample.metadata["retool"]
+    assert "saved_progress" not in setting.sample.metadata["retool"]
     finished = list(setting.finished)
     assert setting.attempt(None)
     assert setting.finished == finished + ["print(1)", "print(2)"]

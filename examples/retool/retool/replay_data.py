@@ -13,7 +13,7 @@ from typing import Any
 
 
 def fill_in(args: Any, sample: Any, top_p_sets: bool) -> None:
-    """Give a sample that is not trained on captures of the right shapes; those of its response stay where they have it.
+    """Give a sample that is not trained on replay data of the right shapes; those of its response stay where they have it.
 
     Args:
         args: vime's.
@@ -44,18 +44,6 @@ def fill_in(args: Any, sample: Any, top_p_sets: bool) -> None:
 
 def _length(values: Any) -> int | None:
     return None if values is None else len(values)
-
-
-def take_back(sample: Any, count: int) -> None:
-    """Take the last `count` tokens, an observation, out of a sample; its text is left to the caller."""
-    kept = sample.response_length - count
-    sample.response_length = kept
-    sample.tokens = sample.tokens[: len(sample.tokens) - count]
-    if sample.rollout_top_p_token_offsets is not None:  # of the ids an observation has none
-        sample.rollout_top_p_token_offsets = sample.rollout_top_p_token_offsets[: kept + 1]
-    for name in ("loss_mask", "rollout_log_probs", "rollout_topk_token_ids", "rollout_topk_log_probs"):
-        if getattr(sample, name, None) is not None:
-            setattr(sample, name, getattr(sample, name)[:kept])
 
 
 def of_the_first(meta: dict[str, Any], total: int, kept: int) -> dict[str, Any]:
