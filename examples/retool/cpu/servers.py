@@ -1,7 +1,7 @@
 """The servers of a run, vLLM and vllm-router: started, watched and ended.
 
-Contract: a server runs in a process group of its own, which launcher.py leads and ends, so that nothing else is ever
-touched. Whatever ends the run, a SIGKILL included, ends its servers, and nothing of them is left in TMPDIR or /dev/shm.
+Contract: a server runs in a process group of its own below launcher.py, which ends all that came from it, and nothing
+else. Whatever ends the run, a SIGKILL included, ends its servers, and nothing of them is left in TMPDIR or /dev/shm.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ def stand_in_for_a_gpu() -> None:
         return
     torch.cuda.get_device_capability = lambda *device: (9, 0)
     torch.cuda.get_device_properties = lambda *device: types.SimpleNamespace(major=9, minor=0)
-    if importlib.util.find_spec("triton") is None:
+    if "triton" not in sys.modules and importlib.util.find_spec("triton") is None:
         sys.modules["triton"] = mock.MagicMock(__version__="3.4.0")
         sys.modules["triton.language"] = mock.MagicMock()
 

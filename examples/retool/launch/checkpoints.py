@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from launch.settings import has_content, last_value
+from launch.settings import has_content
 
 MADE_FROM = ".retool_ref_load"  # beside a run's checkpoints: the weights that the run was started from
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -19,15 +19,6 @@ WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "tokenizer.model", "tiktoken.model", "tokenizer_config.json")
 LFS_POINTER = b"version https://git-lfs"
-# What vime compares when the job has started, minutes later. Names in config.json, and the flags of a model script.
-SIZES = (
-    ("num_hidden_layers", "--num-layers"),
-    ("hidden_size", "--hidden-size"),
-    ("num_attention_heads", "--num-attention-heads"),
-    ("intermediate_size", "--ffn-hidden-size"),
-    ("num_key_value_heads", "--num-query-groups"),
-)
-MOE_KEYS = ("num_experts", "n_routed_experts", "num_local_experts")
 
 
 def read_config(folder: str) -> dict[str, Any] | None:
@@ -127,25 +118,3 @@ def weight_bytes(folder: str) -> tuple[int, int]:
     config = read_config(folder) or {}
     kind = config.get("dtype") or config.get("torch_dtype")
     return (0 if isinstance(files, str) else sum(sizes)), (4 if kind == "float32" else 2)
-
-
-def sizes_that_differ(config: dict[str, Any], name: str, flags: Sequence[str]) -> Iterator[str]:
-    """The sizes in which a model script and a checkpoint's config differ.
-
-    Args:
-        config: see `read_config`.
-        name: of the model script, for the message.
-        flags: the model script's flags, then the user's.
-    """
-    for key, flag in SIZES:
-        if key == "intermediate_size" and any(config.get(moe) for moe in MOE_KEYS):
-            continue  # of the dense layers, of which there may be none
-        wanted, given = config.get(key), last_value(flag, flags)
-        if isinstance(wanted, int) and given is not None and given != str(wanted):
-            yield f"{key} is {wanted} in the checkpoint's config.json, but {flag} is {given} in {name}"
-    tied = config.get("tie_word_embeddings")
-    if isinstance(tied, bool) and flags and tied == ("--untie-embeddings-and-output-weights" in flags):
-        yield (
-            f"tie_word_embeddings is {str(tied).lower()} in the checkpoint's config.json, but {name} "
-            f"{'has' if tied else 'lacks'} --untie-embeddings-and-output-weights"
-        )

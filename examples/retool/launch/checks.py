@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from launch import checkpoints, data_files, ray_job
 from launch.checkpoints import TRACKER
-from launch.settings import PLUGIN, Settings, last_value, number
+from launch.settings import DEFAULT_MODEL, PLUGIN, Settings, last_value, number
 from retool.paths import closed_folder
 from retool.supervise import LaunchError
 
@@ -73,7 +73,7 @@ def machine(settings: Settings) -> Iterator[Finding]:
         yield closed("MEGATRON_ROOT", path, problem) or problem(
             f"no Megatron-LM in {settings.megatron}: megatron/training is missing; clone it there or set MEGATRON_ROOT"
         )
-    if settings.model_script != "qwen3-4B" and not settings.hf_named:
+    if settings.model_script != DEFAULT_MODEL and not settings.hf_named:
         yield problem(f"MODEL_SCRIPT is {settings.model_script}; set HF_CHECKPOINT to the model that it describes")
     if ":" in f"{PLUGIN}{settings.vime}{settings.megatron}":
         yield problem(
@@ -235,33 +235,30 @@ def command(settings: Settings, words: Sequence[str]) -> list[Finding]:
 
 
 def _layout(settings: Settings, words: Sequence[str]) -> Iterator[Finding]:
-    """Without this the job fails minutes later, when the processes are placed."""
-    gpus, nodes = number("--actor-num-gpus-per-node", words), number("--actor-num-nodes", words)
-    if not gpus or not nodes:
-        return
-    total, whole = gpus * nodes, f"the {gpus * nodes} GPUs (NUM_GPUS {gpus} x NUM_NODES {nodes}); change one of them"
-    tensor = number("--tensor-model-parallel-size", words) or 1
-    group = tensor
-    for flag in ("--context-parallel-size", "--pipeline-model-parallel-size"):
-        group *= number(flag, words) or 1
-    if total % group:
-        yield problem(f"tensor x context x pipeline parallel size is {group}, which does not divide {whole}")
-    engine = number("--rollout-num-gpus-per-engine", words)
-    if engine and (gpus % engine if engine <= gpus else engine % gpus or total % engine):
-        yield problem(f"--rollout-num-gpus-per-engine {engine} does not divide {whole}")
+    """What vime's parser does not ask of parallel sizes, and what fails minutes later, when the processes are placed."""
+    gpus, nodes = number("--actor-num-gpus-per-node", words) or 1, number("--actor-num-nodes", words) or 1
+    engine = number("--rollout-num-gpus-per-engine", words) or 1
+    if gpus % engine if engine <= gpus else engine % gpus or gpus * nodes % engine:
+        yield problem(
+            f"--rollout-num-gpus-per-engine {engine} does not divide the {gpus * nodes} GPUs (NUM_GPUS {gpus} x "
+            f"NUM_NODES {nodes}); change one of them"
+        )
     config = checkpoints.read_config(settings.hf_checkpoint) or {}
+    heads, groups = config.get("num_attention_heads"), config.get("num_key_value_heads")
     copies = (number(f"--vllm-{name}-parallel-size", words) or 1 for name in ("pipeline", "data"))
     sizes = {
-        "--tensor-model-parallel-size": tensor,
-        "--rollout-num-gpus-per-engine": (engine or 1) // math.prod(copies),
+        "--tensor-model-parallel-size": number("--tensor-model-parallel-size", words) or 1,
+        "--rollout-num-gpus-per-engine": engine // math.prod(copies) or 1,
     }
     for flag, size in sizes.items():
-        for key in ("num_attention_heads", "num_key_value_heads"):
-            count = config.get(key)
-            # Groups of keys and values may also be copied to several GPUs each, but not to a part of one.
-            shared = key == "num_key_value_heads" and isinstance(count, int) and count and size % count == 0
-            if size and isinstance(count, int) and count % size and not shared:
-                yield problem(f"{flag} is {size}, which does not divide the model's {count} {key}")
+        if isinstance(heads, int) and heads % size:
+            yield problem(f"{flag} is {size}, which does not divide the model's {heads} attention heads")
+        # A group of keys and values may also be copied to several GPUs.
+        if isinstance(groups, int) and groups and groups % size and size % groups:
+            yield problem(f"{flag} is {size}, which does not go with the model's {groups} groups of keys and values")
+    given = number("--num-query-groups", words)
+    if isinstance(groups, int) and given and given != groups:  # vime compares the other sizes
+        yield problem(f"num_key_value_heads is {groups} in {settings.hf_checkpoint}, but --num-query-groups {given}")
 
 
 class Resources(NamedTuple):
@@ -278,7 +275,7 @@ def resources(words: Sequence[str]) -> Resources:
     if "--debug-train-only" in words or last_value("--load-debug-rollout-data", words) or external:
         rollout = 0
     gpus = max(actor, rollout) if "--colocate" in words else actor + rollout
-    return Resources(gpus, -int(-(gpus + CPUS_OF_THE_MANAGER + CPUS_PER_EXTERNAL_ENGINE * len(external)) // 1))
+    return Resources(gpus, math.ceil(gpus + CPUS_OF_THE_MANAGER + CPUS_PER_EXTERNAL_ENGINE * len(external)))
 
 
 def _cluster(settings: Settings, words: Sequence[str]) -> Iterator[Finding]:

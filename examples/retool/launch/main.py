@@ -24,11 +24,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this file is started by its path
 
 from launch import checkpoints, checks, local_ray, ray_job
-from launch.checks import Finding, problem, warning
-from launch.settings import PLUGIN, Launch, Settings, last_value, read_settings
+from launch.checks import Finding, missing, problem, warning
+from launch.settings import DEFAULT_MODEL, DEFAULT_ROPE_THETA, PLUGIN, Launch, Settings, read_settings
+from retool.processes import Stopped, raise_on_stop_signals
 from retool.supervise import LaunchError
-
-ASK_VIME_SECONDS = 600
 
 
 def main(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
@@ -36,16 +35,17 @@ def main(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
     stage, own, further = arguments[0], arguments[1:end], arguments[end + 1 :]
     try:
         launch = prepare(read_settings(stage, further, environ), own, further)
-    except LaunchError as error:
+    except Stopped as stopped:
+        return stopped.exit_code
+    except (LaunchError, OSError) as error:
         for line in str(error).splitlines():
             print(f"error: {line}", file=sys.stderr)
         return 1
     show(launch)
+    sys.stdout.flush()
     if launch.settings.dry_run:
         return 0
-    sys.stdout.flush()
-    run = ray_job.run if launch.settings.ray_address else local_ray.run
-    return run(launch)
+    return (ray_job if launch.settings.ray_address else local_ray).run(launch)
 
 
 def prepare(settings: Settings, own: Sequence[str], further: Sequence[str]) -> Launch:
@@ -56,7 +56,7 @@ def prepare(settings: Settings, own: Sequence[str], further: Sequence[str]) -> L
     """
     report(settings, checks.machine(settings))
     report(settings, checks.paths(settings))
-    model, findings = model_arguments(settings, further)
+    model = model_arguments(settings)
     words = [
         *["--actor-num-nodes", settings.nodes, "--actor-num-gpus-per-node", settings.gpus],
         *model,
@@ -67,9 +67,7 @@ def prepare(settings: Settings, own: Sequence[str], further: Sequence[str]) -> L
         *wandb_arguments(settings),
         *further,
     ]
-    findings += checks.command(settings, words)
-    findings += ask_vime(settings, words)
-    report(settings, findings)
+    report(settings, [*checks.command(settings, words), *ask_vime(settings, words)])
     conversion = []
     if settings.ref_made and not checkpoints.is_whole(settings.ref_load):
         converter = os.path.join(settings.vime, "tools", "convert_hf_to_torch_dist.py")
@@ -92,38 +90,25 @@ def report(settings: Settings, findings: Iterable[Finding]) -> None:
         raise LaunchError("\n".join(stopping))
 
 
-def model_arguments(settings: Settings, further: Sequence[str]) -> tuple[list[str], list[Finding]]:
-    """The flags of vime's model script with the checkpoint's own rope theta, and where the two differ.
+def model_arguments(settings: Settings) -> list[str]:
+    """The flags of vime's model script with the checkpoint's own rope theta, where some of the scripts say another.
 
-    vime's scripts say another theta than some checkpoints have. vime compares both as well, but minutes later.
+    That the two describe one model, rope theta included, vime's parser checks.
     """
     config = checkpoints.read_config(settings.hf_checkpoint)
-    theta = settings.default_rope_theta if config is None else checkpoints.rope_theta(config)
-    if config is not None and theta is None:
+    theta = checkpoints.rope_theta(config or {})
+    if config is None and settings.model_script == DEFAULT_MODEL:
+        theta = DEFAULT_ROPE_THETA
+    elif config is not None and theta is None:
         raise LaunchError(f"{settings.hf_checkpoint}/config.json: no rope theta in it; download the checkpoint again")
-    environment = dict(settings.environ)
-    given = environment.get("MODEL_ARGS_ROTARY_BASE")
-    if theta:
-        environment["MODEL_ARGS_ROTARY_BASE"] = theta
+    environment = {**settings.environ, **({"MODEL_ARGS_ROTARY_BASE": theta} if theta else {})}
     script = os.path.join(settings.vime, "scripts", "models", f"{settings.model_script}.sh")
     program = 'set -euo pipefail; source "$1" >&2; printf "%s\\0" "${MODEL_ARGS[@]}"'
     done = subprocess.run(["bash", "-c", program, "bash", script], env=environment, capture_output=True, text=True)
     if done.returncode:
         raise LaunchError(f"MODEL_SCRIPT: {script} fails: {(done.stderr.strip() or 'no message').splitlines()[-1]}")
     words = done.stdout.split("\0")[:-1]
-    if theta and last_value("--rotary-base", words) is None:
-        words += ["--rotary-base", theta]
-    used = last_value("--rotary-base", [*words, *further])
-    findings = []
-    for name, value in (("MODEL_ARGS_ROTARY_BASE", given), ("--rotary-base", used)):
-        if theta and value and value != theta:
-            findings.append(
-                problem(f"{name} is {value}, but rope theta of {settings.hf_checkpoint} is {theta}; leave it out")
-            )
-    if config is not None:
-        for line in checkpoints.sizes_that_differ(config, settings.model_script, [*words, *further]):
-            findings.append(problem(f"HF_CHECKPOINT: {settings.hf_checkpoint}: {line}"))
-    return words, findings
+    return words if not theta or "--rotary-base" in words else [*words, "--rotary-base", theta]
 
 
 def ask_vime(settings: Settings, words: Sequence[str]) -> list[Finding]:
@@ -131,15 +116,7 @@ def ask_vime(settings: Settings, words: Sequence[str]) -> list[Finding]:
     ready = checkpoints.read_config(settings.hf_checkpoint) is not None
     if ready and not checkpoints.is_whole(settings.ref_load):
         words = [*words, "--ref-load", settings.hf_checkpoint]  # vime asks only whether the folder is there
-    done = subprocess.run(
-        ["python3", str(PLUGIN / "launch" / "ask_vime.py"), "all" if ready else "flags", *words],
-        env={**settings.environ, **job_environment(settings)},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        errors="replace",
-        timeout=ASK_VIME_SECONDS,
-    )
+    done = run_parser(["all" if ready else "flags", *words], {**settings.environ, **job_environment(settings)})
     try:
         answer = json.loads(done.stdout.splitlines()[-1])
     except (IndexError, ValueError):
@@ -149,8 +126,19 @@ def ask_vime(settings: Settings, words: Sequence[str]) -> list[Finding]:
         text = f"vime's parser of arguments does not start here ({answer['unavailable']})"
         if settings.ray_address:
             return [warning(f"{text}, so the flags are checked only when the job has started")]
-        return [Finding("missing", f"{text}; activate the environment that vime is installed in")]
+        return [missing(f"{text}; activate the environment that vime is installed in")]
     return [problem(line) for line in answer["problems"]]
+
+
+def run_parser(words: Sequence[str], environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["python3", str(PLUGIN / "launch" / "ask_vime.py"), *words],
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        errors="replace",
+    )
 
 
 def job_environment(settings: Settings) -> dict[str, str]:
@@ -209,4 +197,5 @@ def as_typed(words: Sequence[str]) -> str:
 
 
 if __name__ == "__main__":
+    raise_on_stop_signals()  # while vime is asked as well, which takes some seconds
     sys.exit(main(sys.argv[1:], os.environ))

@@ -14,18 +14,20 @@ from retool.supervise import LaunchError
 PLUGIN = Path(__file__).resolve().parents[1]
 CONVERTED = "_torch_dist"  # at the end of the name of a checkpoint that the launch makes
 DEFAULT_GPUS = "8"
+DEFAULT_MODEL = "qwen3-4B"  # of vime's scripts/models
 # For a dry run without the checkpoint: that of the models which the scripts train by default.
 DEFAULT_ROPE_THETA = "5000000"
 
 
-class Source(NamedTuple):
-    """A data file of a stage: its variable and flag, where it is looked for, and the command that makes it."""
+class Data(NamedTuple):
+    """A data file of a stage."""
 
     variable: str
     flag: str  # with the words between it and the path
     made: str  # below data/retool of vime
     downloaded: str  # below RETOOL_DOWNLOADS; "" where vime cannot read the download
-    command: str
+    command: str  # that makes it
+    path: str = ""  # of this launch, as vime is given it: FILE@[FROM:TO] takes those rows
 
 
 class Stage(NamedTuple):
@@ -33,17 +35,8 @@ class Stage(NamedTuple):
     train_script: str
     model_on_hub: str
     model: str  # where its download lies, below RETOOL_DOWNLOADS
-    sources: tuple[Source, ...]
+    data: tuple[Data, ...]
     environment: dict[str, str]
-
-
-class Data(NamedTuple):
-    """A data file of this launch."""
-
-    variable: str
-    flag: str
-    path: str  # as vime is given it: FILE@[FROM:TO] takes those rows
-    command: str
 
 
 class Settings(NamedTuple):
@@ -74,10 +67,6 @@ class Settings(NamedTuple):
     ray_address: str
     wandb: bool
 
-    @property
-    def default_rope_theta(self) -> str | None:
-        return DEFAULT_ROPE_THETA if self.model_script == "qwen3-4B" else None
-
 
 class Launch(NamedTuple):
     """What is to be run, once the checks have passed."""
@@ -102,7 +91,7 @@ STAGES = {
         "train_async.py",
         "Qwen/Qwen3-4B-Instruct-2507",
         "Qwen/Qwen3-4B-Instruct-2507",
-        (Source("SFT_DATA", "--prompt-data", "ReTool-SFT.parquet", "", _MAKE_SFT),),
+        (Data("SFT_DATA", "--prompt-data", "ReTool-SFT.parquet", "", _MAKE_SFT),),
         {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
     ),
     "rl": Stage(
@@ -111,10 +100,8 @@ STAGES = {
         "font-info/qwen3-4b-sft-SGLang-RL",
         "font-info/qwen3-4b-sft",
         (
-            Source(
-                "PROMPT_DATA", "--prompt-data", "dapo-math-17k.jsonl", "dapo-math-17k/dapo-math-17k.jsonl", _MAKE_RL
-            ),
-            Source("EVAL_DATA", "--eval-prompt-data aime", "aime-2024.jsonl", "aime-2024/aime-2024.jsonl", _MAKE_EVAL),
+            Data("PROMPT_DATA", "--prompt-data", "dapo-math-17k.jsonl", "dapo-math-17k/dapo-math-17k.jsonl", _MAKE_RL),
+            Data("EVAL_DATA", "--eval-prompt-data aime", "aime-2024.jsonl", "aime-2024/aime-2024.jsonl", _MAKE_EVAL),
         ),
         {},
     ),
@@ -148,7 +135,7 @@ def read_settings(stage: str, further: Sequence[str], environ: Mapping[str, str]
         dry_run=dry_run.lower() in ("1", "true", "yes", "on"),
         vime=vime,
         megatron=os.path.abspath(environ.get("MEGATRON_ROOT") or "/root/Megatron-LM"),
-        model_script=environ.get("MODEL_SCRIPT") or "qwen3-4B",
+        model_script=environ.get("MODEL_SCRIPT") or DEFAULT_MODEL,
         downloads=downloads,
         hf_named=hf_named,
         hf_checkpoint=hf_checkpoint,
@@ -158,7 +145,7 @@ def read_settings(stage: str, further: Sequence[str], environ: Mapping[str, str]
         save=save_folder,
         saved_to=os.path.abspath(last_value("--save", further) or save_folder),
         derived=(*(() if ref_load else ("REF_LOAD",)), *(() if save else ("SAVE",))),
-        data=tuple(data_files(kind, vime, downloads, environ)),
+        data=data_files(kind, vime, downloads, environ),
         gpus=gpus or DEFAULT_GPUS,
         gpus_found=bool(gpus),
         nodes=environ.get("NUM_NODES") or "1",
@@ -167,23 +154,20 @@ def read_settings(stage: str, further: Sequence[str], environ: Mapping[str, str]
     )
 
 
-def data_files(stage: Stage, vime: str, downloads: str, environ: Mapping[str, str]) -> list[Data]:
+def data_files(stage: Stage, vime: str, downloads: str, environ: Mapping[str, str]) -> tuple[Data, ...]:
     """The stage's files: as named, else what the data script wrote, else what was downloaded, else the first again."""
     paths = {}
-    for source in stage.sources:
-        made = os.path.join(vime, "data", "retool", source.made)
-        downloaded = os.path.join(downloads, source.downloaded)
+    for data in stage.data:
+        made, downloaded = os.path.join(vime, "data", "retool", data.made), os.path.join(downloads, data.downloaded)
         found = made if has_content(made) or not has_content(downloaded) else downloaded
-        paths[source.variable] = os.path.abspath(environ.get(source.variable) or found)
-    return [
-        Data(
-            source.variable,
-            source.flag,
-            paths[source.variable],
-            source.command.format(path=paths[source.variable], eval=paths.get("EVAL_DATA")),
+        paths[data.variable] = os.path.abspath(environ.get(data.variable) or found)
+    return tuple(
+        data._replace(
+            path=paths[data.variable],
+            command=data.command.format(path=paths[data.variable], eval=paths.get("EVAL_DATA")),
         )
-        for source in stage.sources
-    ]
+        for data in stage.data
+    )
 
 
 def has_content(path: str | Path) -> bool:

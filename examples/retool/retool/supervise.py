@@ -27,6 +27,8 @@ from retool.processes import Stopped, ignore_stop_signals, raise_on_stop_signals
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 MAX_STOP_SECONDS = 15.0
+RESOURCE_TRACKER = b"multiprocessing.resource_tracker"
+TRACKER_SECONDS = 2.0
 
 
 class LaunchError(Exception):
@@ -42,7 +44,7 @@ def supervise(work: Callable[[], int]) -> int:
     Returns:
         The work's exit code; 128 + signal where a signal ended the work or this process was asked to stop.
     """
-    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+    become_subreaper()
     raise_on_stop_signals()
     front = os.getpid()
     worker = os.fork()
@@ -60,13 +62,13 @@ def supervise(work: Callable[[], int]) -> int:
         os.waitpid(worker, 0)
     finally:
         ignore_stop_signals()
-        _end_descendants()
+        end_descendants()
     return code
 
 
 def _work(work: Callable[[], int], front: int) -> int:
     os.setsid()  # Ctrl-C in the terminal reaches the front process alone, which ends the rest in order
-    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+    become_subreaper()
     end_with_parent(front)
     try:
         return work()
@@ -80,7 +82,7 @@ def _work(work: Callable[[], int], front: int) -> int:
         return 1
     finally:
         ignore_stop_signals()
-        _end_descendants()
+        end_descendants()
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()
@@ -133,12 +135,28 @@ def _prctl(option: int, value: int) -> None:
         raise OSError(ctypes.get_errno(), f"prctl({option}) failed")
 
 
-def _end_descendants() -> None:
-    """End every process below this one: first its own shutdown, then what is left, then by force."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        deadline = time.monotonic() + MAX_STOP_SECONDS
+def become_subreaper() -> None:
+    """From here on this process inherits the orphans below it, so that its descendants are all that it started."""
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+def end_descendants(grace: float = MAX_STOP_SECONDS) -> None:
+    """End every process below this one: first its own shutdown, then what is left, then by force.
+
+    Python's resource trackers ignore SIGTERM and are killed last: they remove what the others left in /dev/shm.
+
+    Args:
+        grace: seconds that a process has after SIGTERM.
+    """
+    for number, seconds, spared in (
+        (signal.SIGTERM, grace, b""),
+        (signal.SIGKILL, MAX_STOP_SECONDS, RESOURCE_TRACKER),
+        (0, TRACKER_SECONDS, b""),  # is no signal: they end by themselves once all that used them has ended
+        (signal.SIGKILL, MAX_STOP_SECONDS, b""),
+    ):
+        deadline = time.monotonic() + seconds
         signalled: set[int] = set()
-        while pids := set(_descendants()):
+        while pids := {pid for pid in _descendants() if not spared or spared not in _command_line(pid)}:
             for pid in pids - signalled:
                 _signal(pid, number)
             # A process that is killed can have started another since the list was made: look until none is left.
@@ -146,7 +164,14 @@ def _end_descendants() -> None:
             _reap()
             if time.monotonic() > deadline:
                 break
-            time.sleep(0.1)
+            time.sleep(0.05)
+
+
+def _command_line(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
 
 
 def _signal(pid: int, number: int) -> None:

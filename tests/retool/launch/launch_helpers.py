@@ -11,7 +11,6 @@ import io
 import json
 import os
 import shlex
-import signal
 import subprocess
 import sys
 import time
@@ -273,12 +272,6 @@ def job_environment(output: str) -> dict[str, str]:
 
 
 both = pytest.mark.parametrize("stage", ["sft", "rl"])
-
-
-def default_signals() -> None:
-    """In a process that is about to be started: as from a terminal, also where the tests run under nohup."""
-    for number in (signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_DFL)
 
 
 def alive(pid: int) -> bool:

@@ -6,7 +6,7 @@ import signal
 import subprocess
 
 import pytest
-from launch_helpers import EXAMPLE, LAUNCHED, alive, default_signals, run_script, wait_for
+from launch_helpers import EXAMPLE, LAUNCHED, alive, run_script, wait_for
 
 
 def test_a_missing_checkpoint_is_converted_and_then_the_job_starts(tree):
@@ -59,7 +59,6 @@ def convert_in_background(tree) -> subprocess.Popen:
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         start_new_session=True,
-        preexec_fn=default_signals,
     )
     LAUNCHED.append(process)
     assert wait_for((tree.converted.parent / "converting").exists)

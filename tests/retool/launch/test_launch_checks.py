@@ -56,7 +56,6 @@ def write_config(tree, **config):
         ({"RAY_ADDRESS": "127.0.0.1:6379"}, "RAY_ADDRESS is 127.0.0.1:6379, expected the address of the cluster's da"),
         ({"RAY_ADDRESS": "auto"}, "such as http://10.0.0.1:8265"),
         ({"RAY_ADDRESS": "ray://10.0.0.1:10001"}, "such as http://10.0.0.1:8265"),
-        ({"MODEL_ARGS_ROTARY_BASE": "1000000"}, "MODEL_ARGS_ROTARY_BASE is 1000000, but rope theta"),
         ({"DRY_RUN": "2"}, "DRY_RUN is 2, expected 1 or 0"),
         ({"DRY_RUN": "True!"}, "DRY_RUN is True!, expected 1 or 0"),
         ({"HF_CHECKPOINT": "Qwen/Qwen3-4B"}, "hf download Qwen/Qwen3-4B --local-dir"),
@@ -243,36 +242,14 @@ def test_rope_theta_is_the_checkpoints(tree, config, theta):
             assert (result.code, result.out) == (1, "") and "no rope theta in it" in result.err
 
 
-@pytest.mark.parametrize(
-    "script, flags, says",
-    [
-        (None, ["--rotary-base", "1000000"], "--rotary-base is 1000000, but rope theta of"),
-        (None, ["--rotary-base=10000"], "--rotary-base is 10000, but rope theta of"),
-        ("MODEL_ARGS=(--rotary-base 1000000)", [], "--rotary-base is 1000000, but rope theta of"),
-        ("echo oops >&2; false", [], "qwen3-4B.sh fails: oops"),
-    ],
-)
-def test_another_base_stops(tree, script, flags, says):
-    if script:
-        (tree.vime / "scripts" / "models" / "qwen3-4B.sh").write_text(f"{script}\n")
-    result = dry_run(tree, "sft", *flags)
-    assert result.code == 1 and says in result.err
-
-
-@both
-def test_the_model_script_describes_the_checkpoint(tree, stage):
-    config = {"rope_theta": 5000000, "num_hidden_layers": 28, "hidden_size": 1024}
-    (tree.checkpoint / "config.json").write_text(json.dumps(config))
-    result = dry_run(tree, stage)
-    assert result.code == 1
-    assert "num_hidden_layers is 28 in the checkpoint's config.json, but --num-layers is 36 in qwen3-4B" in result.err
-    (tree.vime / "scripts" / "models" / "small.sh").write_text("MODEL_ARGS=(--num-layers 28 --hidden-size 1024)\n")
-    result = dry_run(tree, stage, MODEL_SCRIPT="small")
-    assert result.code == 0, result.err
-    flags = flags_of(job_words(result.out))
-    assert (flags["--num-layers"], flags["--rotary-base"]) == (["28"], ["5000000"])
-    (tree.checkpoint / "config.json").write_text(json.dumps({"text_config": {**config, "tie_word_embeddings": False}}))
-    assert "lacks --untie-embeddings" in dry_run(tree, stage, MODEL_SCRIPT="small").err
+def test_the_models_flags_are_those_of_its_script(tree):
+    (tree.vime / "scripts" / "models" / "small.sh").write_text("MODEL_ARGS=(--num-layers 28)\n")
+    (tree.checkpoint / "config.json").write_text(json.dumps({"text_config": {"rope_theta": 1e4}}))
+    flags = flags_of(job_words(dry_run(tree, "rl", MODEL_SCRIPT="small", MODEL_ARGS_ROTARY_BASE="7").out))
+    assert (flags["--num-layers"], flags["--rotary-base"]) == (["28"], ["10000"])
+    (tree.vime / "scripts" / "models" / "small.sh").write_text("echo oops >&2; false\n")
+    result = dry_run(tree, "rl", MODEL_SCRIPT="small")
+    assert result.code == 1 and "MODEL_SCRIPT: " in result.err and "small.sh fails: oops" in result.err
 
 
 @both
@@ -290,26 +267,20 @@ def test_every_model_script_of_vime_can_be_named(tree, stage):
 
 # GPUs and CPUs -------------------------------------------------------------------------------------------------------
 
-TENSOR, CONTEXT, PIPELINE, ENGINE = (
-    *("--tensor-model-parallel-size", "--context-parallel-size", "--pipeline-model-parallel-size"),
-    "--rollout-num-gpus-per-engine",
-)
+TENSOR, ENGINE = "--tensor-model-parallel-size", "--rollout-num-gpus-per-engine"
 
 
 @pytest.mark.parametrize(
     "flags, settings, says",
     [
-        ([TENSOR, "2", ENGINE, "1"], {"NUM_GPUS": "7"}, "size is 2, which does not divide the 7 GPUs"),
-        ([CONTEXT, "2", f"{TENSOR}=8"], {}, "size is 16, which does not divide the 8 GPUs"),
-        ([PIPELINE, "3", TENSOR, "1"], {}, "does not divide the 8 GPUs"),
-        ([TENSOR, "8", CONTEXT, "2"], {"NUM_NODES": "2"}, ""),
         ([ENGINE, "3"], {}, f"{ENGINE} 3 does not divide the 8 GPUs"),
         ([ENGINE, "16"], {"NUM_NODES": "2"}, ""),
         ([ENGINE, "16"], {}, f"{ENGINE} 16 does not divide the 8 GPUs"),
-        (["--actor-num-gpus-per-node", "3", f"{ENGINE}=3"], {}, "size is 2, which does not"),
-        ([TENSOR, "6"], {"NUM_GPUS": "6"}, f"{TENSOR} is 6, which does not divide the model's 32 num_attention_heads"),
-        ([TENSOR, "6"], {"NUM_GPUS": "6"}, "the model's 8 num_key_value_heads"),
+        (["--actor-num-gpus-per-node", "3", f"{ENGINE}=2"], {}, f"{ENGINE} 2 does not divide the 3 GPUs"),
+        ([TENSOR, "6"], {"NUM_GPUS": "6"}, f"{TENSOR} is 6, which does not divide the model's 32 attention heads"),
+        ([TENSOR, "6"], {"NUM_GPUS": "6"}, f"{TENSOR} is 6, which does not go with the model's 8 groups"),
         ([TENSOR, "16"], {"NUM_NODES": "2"}, ""),  # each group of keys and values on two GPUs
+        (["--num-query-groups", "4"], {}, "num_key_value_heads is 8 in"),
         ([ENGINE, "6", "--vllm-pipeline-parallel-size", "3"], {"NUM_GPUS": "6"}, ""),
     ],
 )

@@ -6,13 +6,16 @@ Where no checkouts of vime and Megatron are named, a parser of the tests' own st
 import json
 import os
 import shutil
+import signal
+import subprocess
+import sys
 from types import SimpleNamespace
 from typing import NamedTuple
 from unittest import mock
 
 import pytest
-from launch import ray_job
-from launch_helpers import ARGUMENTS, SECRET, Tree, dry_run, flags_of, job_words, known_flags, run
+from launch import main, ray_job
+from launch_helpers import ARGUMENTS, EXAMPLE, SECRET, alive, dry_run, flags_of, job_words, known_flags, run, wait_for
 
 QWEN3 = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -70,30 +73,75 @@ documented = pytest.mark.parametrize("launch", DOCUMENTED.values(), ids=DOCUMENT
 
 VIME, MEGATRON = os.environ.get("VIME_ROOT"), os.environ.get("MEGATRON_ROOT", "/root/Megatron-LM")
 REAL = bool(VIME) and os.path.isdir(os.path.join(MEGATRON, "megatron", "training"))
-# vLLM has moved a module that vime imports while it parses.
-MOVED = """
-import importlib.util, sys
-class Moved:
-    def find_spec(name, path=None, target=None):
-        if name == "vllm.entrypoints.openai.cli_args":
-            return importlib.util.find_spec("vllm.entrypoints.launchers.cli_args")
-sys.meta_path.append(Moved)
+# Asks vime's parser about one command after the other, without importing all of vLLM and Megatron for each.
+PARSERS = """
+import importlib, json, os, sys
+from launch import ask_vime
+try:
+    try:
+        importlib.import_module("vllm.entrypoints.openai.cli_args")
+    except ImportError:  # where newer versions have what vime imports while it parses
+        moved = importlib.import_module("vllm.entrypoints.launchers.cli_args")
+        sys.modules["vllm.entrypoints.openai.cli_args"] = moved
+    import vime.utils.arguments
+    ask_vime.stand_in_for_a_gpu()
+    import vime.backends.megatron_utils.arguments
+except ImportError:
+    pass  # each answer says it
+for line in sys.stdin:
+    sys.argv = ["ask_vime.py", *json.loads(line)]
+    if (child := os.fork()) == 0:
+        ask_vime.main()
+    os.waitpid(child, 0)
 """
 
 
-def parsed(tree: Tree, stage: str, *flags: str, **settings: str) -> SimpleNamespace:
-    """A dry run that asks the parser."""
-    if REAL:
-        (tree.root / "sitecustomize.py").write_text(MOVED)
-        settings = {"VIME_ROOT": VIME, "MEGATRON_ROOT": MEGATRON, "PYTHONPATH": str(tree.root), **settings}
-    result = dry_run(tree, stage, *flags, parser=True, **settings)
-    if "vime's parser of arguments does not start here" in result.err:
-        pytest.skip(result.err)
-    return result
+@pytest.fixture(scope="module")
+def parsers():
+    """Takes the place of `main.run_parser`: the real vime's where it is, else the tests' own in a process of its own."""
+    if not REAL:
+        yield main.run_parser
+        return
+    path = ":".join([str(EXAMPLE), str(VIME), MEGATRON])
+    process = subprocess.Popen(
+        [sys.executable, "-c", PARSERS],
+        env={**os.environ, "PYTHONPATH": path, "CUDA_DEVICE_MAX_CONNECTIONS": "1"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+
+    def ask(words, environment):
+        process.stdin.write(json.dumps(words) + "\n")
+        process.stdin.flush()
+        while not (line := process.stdout.readline()).startswith('{"problems"'):
+            assert line, "the parsers have ended"
+        return SimpleNamespace(stdout=line)
+
+    yield ask
+    process.stdin.close()
+    process.wait(60)
+
+
+@pytest.fixture
+def parsed(tree, parsers):
+    """Makes a dry run that asks the parser."""
+
+    def ask(stage: str, *flags: str, **settings: str) -> SimpleNamespace:
+        if REAL:
+            settings = {"VIME_ROOT": VIME, "MEGATRON_ROOT": MEGATRON, **settings}
+        with mock.patch.object(main, "run_parser", parsers):
+            result = dry_run(tree, stage, *flags, parser=True, **settings)
+        if "vime's parser of arguments does not start here" in result.err:
+            pytest.skip(result.err)
+        return result
+
+    return ask
 
 
 @documented
-def test_every_documented_launch_is_one_that_vime_takes(tree, launch):
+def test_every_documented_launch_is_one_that_vime_takes(tree, parsed, launch):
     (tree.checkpoint / "config.json").write_text(json.dumps(launch.config))
     layers = launch.config["num_hidden_layers"]
     for name in ("qwen3-4B", "qwen3-0.6B"):
@@ -107,7 +155,7 @@ def test_every_documented_launch_is_one_that_vime_takes(tree, launch):
         launch = launch._replace(flags=[flag.replace("/data/", f"{tree.root}/") for flag in launch.flags])
         for name in ("a.jsonl", "b.jsonl"):
             shutil.copy(tree.root / "prompts.jsonl", tree.root / name)
-    result = parsed(tree, launch.stage, *launch.flags, **settings)
+    result = parsed(launch.stage, *launch.flags, **settings)
     assert result.code == 0, result.err
     words = job_words(result.out)
     assert words[len(words) - len(launch.flags) :] == launch.flags
@@ -131,13 +179,24 @@ SAYS = {
 }
 
 
-def test_words_that_vime_would_ignore_are_refused(tree):
+SAYS_THE_REAL_ONE = {
+    "--rotary-base 1000000": "rope_theta in hf config 5000000 is not equal to rotary_base 1000000",
+    "--num-layers 28": "num_hidden_layers in hf config 36 is not equal to num_layers 28",
+    "--untie-embeddings-and-output-weights": "tie_word_embeddings in hf config True is not equal to untie",
+    "--context-parallel-size 2 --tensor-model-parallel-size 8": "world size (8) is not divisible by total_model_size",
+    "--pipeline-model-parallel-size 3": "world size (8) is not divisible by total_model_size",
+    "--use-kl-loss --kl-coef 0.1 --kl-loss-coef 0.1": "Only one of kl_coef and kl_loss_coef can be set",
+    "--vllm-no-such-flag": "--vllm-no-such-flag is a flag of neither vime nor Megatron",
+    "--vllm-enable-prefix-caching --vllm-max-model-len 9000": "",
+}
+
+
+def test_words_that_vime_would_ignore_are_refused(tree, parsed):
     (tree.checkpoint / "config.json").write_text(json.dumps(QWEN3_4B))
     flags = known_flags("--load-debug-rollout-data", "x", "--seed", "1")
     (tree.vime / "vime" / "utils" / "arguments.py").write_text(ARGUMENTS.format(flags=flags))
-    kinds = SAYS if not REAL else {words: SAYS[words] for words in list(SAYS)[::3]}  # each takes the real one 10 s
-    for words, says in kinds.items():
-        result = parsed(tree, "rl", *words.split())
+    for words, says in {**SAYS, **(SAYS_THE_REAL_ONE if REAL else {})}.items():
+        result = parsed("rl", *words.split())
         assert (result.code, bool(result.err)) == ((1, True) if says else (0, False)), (words, result.err)
         assert says in result.err
 
@@ -160,3 +219,16 @@ def test_a_parser_that_does_not_answer_is_said(tree, source, ray, code, says):
     shutil.rmtree(tree.checkpoint)  # in a dry run before the download, what needs the checkpoint is not asked
     if "refuses" in says:
         assert "refuses" not in dry_run(tree, "rl", parser=True, RAY_ADDRESS=ray).err
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_launch_that_is_stopped_while_it_asks_says_no_more(tree, number):
+    (tree.vime / "vime" / "utils" / "arguments.py").write_text(
+        f"import os, time; open({str(tree.root / 'asked')!r}, 'w').write(str(os.getpid())); time.sleep(600)"
+    )
+    command = ["bash", str(EXAMPLE / "retool_qwen3_4b_rl.sh")]
+    process = subprocess.Popen(command, env=tree.environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert wait_for(lambda: (tree.root / "asked").exists() and (tree.root / "asked").read_text())
+    process.send_signal(number)
+    assert process.communicate(timeout=60) == (b"", b"") and process.returncode == 128 + number
+    assert not alive(int((tree.root / "asked").read_text()))

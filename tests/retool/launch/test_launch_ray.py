@@ -13,18 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 from launch import local_ray, ray_job
-from launch_helpers import (
-    EXAMPLE,
-    LAUNCHED,
-    SECRET,
-    Tree,
-    alive,
-    default_signals,
-    job_words,
-    make_tree,
-    run_script,
-    wait_for,
-)
+from launch_helpers import EXAMPLE, LAUNCHED, SECRET, Tree, alive, job_words, make_tree, run_script, wait_for
 from retool.supervise import LaunchError
 
 # A cluster of the job's own, with a program in Ray's place -----------------------------------------------------------
@@ -41,7 +30,6 @@ def start(tree: Tree, tmp: Path, *flags: str, stdout=None, before=(), **changes:
             stdout=stdout or out,
             stderr=err,
             start_new_session=True,
-            preexec_fn=default_signals,
         )
     LAUNCHED.append(process)
     return process
