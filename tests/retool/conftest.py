@@ -2,8 +2,8 @@
 
 vime is the checkout that VIME_ROOT names, else the one that these files lie in, else the stand-in beside this file.
 
-Tests that take minutes carry a marker of SLOW. `pytest tests/` skips them and says so, so that it stays quick in a vime
-checkout; RETOOL_ALL_TESTS=1 (which run.sh sets) or any `-m` expression runs them.
+Tests that take minutes carry a marker of SLOW. They are skipped with the reason, unless RETOOL_ALL_TESTS=1 (which run.sh
+sets) or any `-m` expression asks for them.
 """
 
 import os
@@ -20,6 +20,7 @@ ROOT = TESTS.parents[1]
 EXAMPLE = ROOT / "examples" / "retool"
 VIME = Path(os.environ.get("VIME_ROOT") or (ROOT if (ROOT / "vime").is_dir() else TESTS / "standin"))
 
+IN_VIME = (ROOT / "vime").is_dir()
 for folder in (VIME, TESTS, EXAMPLE):
     sys.path.insert(0, str(folder))
 
@@ -43,6 +44,12 @@ def pytest_configure(config: pytest.Config) -> None:
     """Registers the markers here, since vime's own pyproject.toml is the one that counts in a checkout."""
     for name, what in SLOW.items():
         config.addinivalue_line("markers", f"{name}: {what}")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """In a vime checkout `pytest tests/` is for vime's own tests: ours run where this folder or a part of it is named."""
+    named = (Path(config.invocation_params.dir, argument.split("::")[0]).resolve() for argument in config.args)
+    return True if IN_VIME and not any(path.is_relative_to(TESTS) for path in named) else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -207,6 +207,22 @@ def test_copied_into_vime_they_change_no_file_and_its_own_tests_of_plugins_pass(
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr
 
 
+@pytest.mark.parametrize(
+    "arguments, ours",
+    [("tests", 0), ("", 0), ("tests/test_vime.py", 0), ("tests/retool", 1), ("tests/retool/test_house.py", 1)],
+)
+def test_in_a_vime_checkout_our_tests_run_where_they_are_named(arguments, ours, tmp_path):
+    (tmp_path / "vime").mkdir()
+    (tmp_path / "tests" / "retool").mkdir(parents=True)
+    shutil.copy(TESTS / "conftest.py", tmp_path / "tests" / "retool")
+    for name in ("test_vime.py", "retool/test_house.py"):
+        (tmp_path / "tests" / name).write_text("def test_one(): pass\n")
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", *arguments.split()]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.stdout.count("retool/test_house.py::test_one") == ours, done.stdout + done.stderr
+    assert done.stdout.count("test_vime.py::test_one") == (not ours)
+
+
 def contents(folder: Path) -> dict[Path, bytes]:
     return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 

@@ -365,13 +365,13 @@ def _gigabytes(size: int) -> str:
 
 def _data(settings: Settings, words: Sequence[str]) -> Iterator[Finding]:
     """The first rows of each data file, as vime will read them."""
-    remedies = {data.path: data for data in settings.data}
+    ours = {(data.flag.startswith("--eval"), data.path): data for data in settings.data}
     batch = number("--rollout-batch-size", words) or 1
     files = [(last_value("--prompt-data", words) or "", "")]
     pairs = values("--eval-prompt-data", words)
     files += [(path, "eval-") for path in (pairs[1::2] if len(pairs) > 1 else pairs)]
     for path, prefix in files:
-        known = remedies.get(path)
+        known = ours.get((bool(prefix), path))
         name = known.variable if known else f"--{prefix}prompt-data"
         remedy = f"make it: {known.command}" if known else "name another file"
         keys = data_files.Keys(

@@ -102,7 +102,7 @@ def _what_a_row_lacks(row: Any, keys: Keys) -> str:
     if not isinstance(row, dict):
         return "is no JSON object"
     for flag, key in (("--input-key", keys.input), ("--label-key", keys.label), ("--tool-key", keys.tools)):
-        if key and row.get(key) in (None, "", []):
+        if key and (row.get(key) is None or (row[key] in ("", []) and key != keys.tools)):
             return f"has no {key} ({flag}), only {', '.join(map(str, row)) or 'nothing'}"
     prompt = row.get(keys.input or "")
     if keys.tools is None and isinstance(prompt, str):

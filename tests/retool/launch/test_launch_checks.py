@@ -431,7 +431,7 @@ def test_parquet_is_looked_into_as_well(tree):
 
 def test_few_rows_are_repeated_where_steps_are_counted(tree):
     path = tree.root / "few.jsonl"
-    path.write_text(lines({"messages": MESSAGES, "tools": "[]"}))
+    path.write_text(lines({"messages": MESSAGES, "tools": []}))
     result = run(tree, "sft", "--num-rollout", "3", SFT_DATA=str(path))
     assert result.started and result.err.startswith("warning: SFT_DATA: ") and "they are repeated" in result.err
 
