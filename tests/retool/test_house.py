@@ -89,9 +89,19 @@ MAY_IMPORT = {
     "launch": {"launch", "retool.paths", "retool.processes", "retool.supervise"},
     # The CPU run plays the trainer's part, so it goes through vime's rollout; nothing imports it.
     "cpu": {"cpu", "retool", "tool_sandbox", "generate_with_retool", "vime", "view", "view_rollouts"},
-    # The page reads what a rollout left with the readers of the loop, and runs nothing.
-    "view": {"view", *(f"retool.{name}" for name in ("actions", "advantages", "blocks", "chat", "metrics", "paths"))},
-    "view_rollouts": {"view", "retool.advantages"},
+    # The third command: the CPU run's engine and folders, the launch scripts by their names, vime's rewards in its control.
+    "trainer": {
+        "trainer",
+        "cpu",
+        "retool.chat",
+        "retool.processes",
+        "retool.supervise",
+        "generate_with_retool",
+        "view_rollouts",
+    },
+    # The page reads what a rollout left: the frames of observations and the metrics, nothing that runs.
+    "view": {"view", "retool.chat", "retool.metrics", "retool.paths"},
+    "view_rollouts": {"view"},
 }
 STANDARD_LIBRARY_ALONE = {
     "retool.chat",

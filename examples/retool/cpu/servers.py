@@ -16,8 +16,9 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
@@ -29,7 +30,7 @@ from cpu.options import CPU, RunError
 from cpu.report import console, progress_display, say
 from cpu.storage import cache_folder
 from retool.paths import closed_folder
-from retool.processes import LOOPBACK, free_ports, loopback_directly, port_is_taken, stop_signals_held, why_it_ended
+from retool.processes import LOOPBACK, free_ports, port_is_taken, stop_signals_held, why_it_ended
 from rich.progress import Progress, TimeElapsedColumn
 
 START_TIMEOUT = 900  # seconds; a large model on a slow disk
@@ -142,10 +143,25 @@ def ask_engine(url: str, model: Path | None, front: str | None = None) -> Engine
     return Engine(name, context, address.hostname or LOOPBACK, address.port or 80)
 
 
-def start_engine(model: Path, seed: int, output: Path) -> Server:
-    """vLLM with the model in this directory, in float32, as vime starts its engines otherwise."""
+def start_engine(
+    model: Path,
+    seed: int,
+    output: Path,
+    python: str | Path = sys.executable,
+    flags: Sequence[str] = (),
+    settings: Mapping[str, str] = MappingProxyType({}),
+) -> Server:
+    """vLLM with the model in this directory, in float32, as vime starts its engines otherwise.
+
+    Args:
+        seed: of the sampling.
+        output: where its log goes.
+        python: the interpreter that it runs in.
+        flags: of vLLM, besides.
+        settings: of its environment, besides.
+    """
     [port] = free_ports(1)
-    command = [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+    command = [str(python), "-P", "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), *flags]
     command += ["--host", LOOPBACK, "--port", str(port), "--seed", str(seed)]
     command += ["--dtype", "float32", "--max-model-len", str(model_length(model))]
     command += ["--enable-scale-out"]  # opens /inference/v1/generate
@@ -168,7 +184,7 @@ def start_engine(model: Path, seed: int, output: Path) -> Server:
         "OMP_WAIT_POLICY": "PASSIVE",
         "HF_HUB_OFFLINE": "1",
     }
-    return start_server("vLLM", command, port, output / "engine.log", environment)
+    return start_server("vLLM", command, port, output / "engine.log", {**environment, **settings})
 
 
 def physical_cores() -> int:
@@ -207,7 +223,7 @@ def start_server(name: str, command: list[str], port: int, log: Path, environmen
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=output,
-                env=os.environ | loopback_directly(os.environ) | environment,
+                env=os.environ | environment,
                 start_new_session=True,  # Ctrl-C in the terminal is for this run, which then ends its servers in order
             )
     except OSError as error:

@@ -1,0 +1,150 @@
+"""What a finished run shows, read from its logs and from what vime dumped of every step; and whether that is enough.
+
+    sft.log  rl.log  dump/rollout_N.pt  dump/train_N_0.pt  dump/rollout_eval_N.pt --> Evidence --> faults(Evidence)
+
+The reading of which tokens the model sampled is this module's own: by turns, from the ids alone, never from a mask.
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+LEAST_ACCURACY = 0.9
+MOST_DIFFERENCE = 1e-5  # nats, mean over the trained tokens of a step, both sides in float32
+START_ACCURACY = (0.3, 0.7)  # "about a half"
+CONTROL_ACCURACY = 0.05  # that a control may move
+METRICS = re.compile(r" - (step|eval) (\d+): (\{.*\})")
+
+
+class Step(NamedTuple):
+    """One rollout and, unless it was an evaluation, what was trained of it."""
+
+    number: int
+    episodes: int
+    accuracy: float
+    calls: float  # share of the episodes that called the tool
+    sampled: int  # tokens, by this module's reading
+    trained: int  # tokens, by the masks that reached the trainer (evaluation: by the samples' own)
+    misread: int  # positions at which the two differ
+    difference: float  # mean |engine - Megatron| of the log-probs of the trained tokens, as vime logs it; NaN for none
+
+
+class Evidence(NamedTuple):
+    sft_loss: list[float]
+    steps: list[Step]
+    evaluations: dict[int, Step]  # by the number of RL steps that were taken before
+    generated: int  # tokens, by the engine's own counter, over all of `steps` and `evaluations`
+    exported: float  # mean |engine - transformers on the export| over the last evaluation
+    control: bool
+
+
+def faults(found: Evidence) -> list[str]:
+    """What is missing of a proof that the model has learned and everything agreed, a line each."""
+    lines = []
+    before, after = (found.evaluations[number].accuracy for number in (min(found.evaluations), max(found.evaluations)))
+    if not START_ACCURACY[0] <= before <= START_ACCURACY[1]:
+        lines.append(f"accuracy after SFT is {before:.2f}, not about a half")
+    if found.control and abs(after - before) > CONTROL_ACCURACY:
+        lines.append(f"with shuffled rewards accuracy went from {before:.2f} to {after:.2f}, and should have stayed")
+    if not found.control and after < LEAST_ACCURACY:
+        lines.append(f"accuracy after RL is {after:.2f}, under {LEAST_ACCURACY}")
+    for step in found.steps:
+        if not step.difference < MOST_DIFFERENCE:  # a NaN is no agreement
+            lines.append(f"step {step.number}: engine and Megatron differ by {step.difference:.1e}: old weights?")
+    rollouts = [*found.steps, *found.evaluations.values()]
+    for step in rollouts:
+        if step.misread:
+            lines.append(
+                f"step {step.number}: {step.misread} tokens are trained on that were not sampled, or not trained on"
+            )
+    sampled = sum(step.sampled for step in rollouts)
+    if found.generated != sampled:
+        lines.append(f"the engine generated {found.generated} tokens, the samples hold {sampled}")
+    if not found.exported < MOST_DIFFERENCE:
+        lines.append(f"transformers on the export and the engine differ by {found.exported:.1e}")
+    return lines
+
+
+def logged(log: Path) -> dict[str, dict[int, dict[str, float]]]:
+    """vime's metrics by kind ("step", "eval") and number; of a number that is there twice, what came last."""
+    found: dict[str, dict[int, dict[str, float]]] = {"step": {}, "eval": {}}
+    for line in log.read_text(encoding="utf-8", errors="replace").splitlines():
+        if match := METRICS.search(line):
+            kind, number, metrics = match.groups()
+            found[kind].setdefault(int(number), {}).update(ast.literal_eval(re.sub(r"\b(nan|inf)\b", "None", metrics)))
+    return found
+
+
+def sampled_mask(ids: Sequence[int], response: int, closers: Iterable[int], opener: Sequence[int]) -> list[bool]:
+    """Which tokens of a response the model sampled: those of its turns, up to what ended its part of them.
+
+    Args:
+        ids: of the whole conversation, whose last `response` ones are the response; it begins in an open turn.
+        closers: the ids that end what the model writes in a turn: `<|im_end|>`, and `</tool_call>`, at which the engine
+            stops. What stands behind them was written by the loop.
+        opener: the ids of `<|im_start|>assistant` and the newline.
+    """
+    ends, size = set(closers), len(opener)
+    inside, found = True, []
+    for place in range(len(ids) - response, len(ids)):
+        inside = inside or list(ids[place - size : place]) == list(opener)
+        found.append(inside)
+        inside = inside and ids[place] not in ends
+    return found
+
+
+def read_step(
+    number: int,
+    rollout: Path,
+    train: Path | None,
+    closers: Iterable[int],
+    opener: Sequence[int],
+    difference: float = math.nan,
+) -> Step:
+    """Read the dumps of one rollout, and of what the trainer was given of it."""
+    import torch
+
+    samples = torch.load(rollout, weights_only=False)["samples"]
+    masks = {sample["index"]: list(map(bool, sample["loss_mask"])) for sample in samples}
+    if train:
+        data = torch.load(train, weights_only=False)["rollout_data"]
+        pairs = zip(data["sample_indices"], data["loss_masks"], strict=True)
+        masks = {index: mask.bool().tolist() for index, mask in pairs}
+    sampled = {
+        sample["index"]: sampled_mask(sample["tokens"], sample["response_length"], closers, opener)
+        for sample in samples
+    }
+    return Step(
+        number=number,
+        episodes=len(samples),
+        accuracy=sum(bool(sample["reward"]["acc"]) for sample in samples) / len(samples),
+        calls=sum(bool(sample["metadata"]["retool"]["calls"]) for sample in samples) / len(samples),
+        sampled=sum(map(sum, sampled.values())),
+        trained=sum(map(sum, masks.values())),
+        misread=sum(
+            one != other for index in sampled for one, other in zip(sampled[index], masks[index], strict=True)
+        ),
+        difference=difference,
+    )
+
+
+def compare_export(model: Path, rollout: Path) -> float:
+    """Mean |engine - transformers| of the log-probs of the sampled tokens of a dumped rollout, the model in float32."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    differences = []
+    with torch.inference_mode():
+        for sample in torch.load(rollout, weights_only=False)["samples"]:
+            count, mask = sample["response_length"], torch.tensor(sample["loss_mask"]).bool()
+            logits = loaded(torch.tensor([sample["tokens"]]), logits_to_keep=count + 1).logits[0, :-1]
+            taken = torch.tensor(sample["tokens"][-count:])
+            own = torch.log_softmax(logits.float(), -1).gather(1, taken[:, None])[:, 0]
+            differences.append((own - torch.tensor(sample["rollout_log_probs"]))[mask].abs())
+    return torch.cat(differences).mean().item()
