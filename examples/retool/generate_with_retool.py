@@ -78,7 +78,7 @@ from tool_sandbox import TOOL_CONFIGS, SandboxError, tool_registry
 # Looked up in this module whenever they are called, so that whoever replaces them here is obeyed.
 try:
     from vime.rollout import vllm_rollout
-    from vime.rollout.rm_hub.math_dapo_utils import compute_score, normalize_final_answer
+    from vime.rollout.rm_hub.math_dapo_utils import compute_score
     from vime.rollout.vllm_rollout import GenerateState
     from vime.utils.http_utils import post
     from vime.utils.types import Sample
@@ -397,7 +397,7 @@ def _score(sample: Any) -> reward.Reward:
         response,
         sample.label,
         calls,
-        reward.Scorer(compute_score, normalize_final_answer),
+        compute_score,
         bonus=TOOL_CONFIGS["tool_bonus"],
         cut=sample.status == Sample.Status.TRUNCATED,
         in_thought=prompt.rstrip().endswith("<think>"),

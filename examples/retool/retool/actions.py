@@ -2,13 +2,13 @@ r"""Actions: what the model wrote in a turn, read in one pass.
 
     text of a turn --blocks.scan--> blocks + prose --read_action--> Code | ToolCall | Answer | Invalid | Incomplete
 
-Contract: reading is pure and linear in the text, never raises, never evaluates. What it says is what the loop does, what
-the reward scores and what the SFT data is made of: nobody else reads these forms. The golden cases of each form are in
-tests/retool/cases/actions.jsonl.
+Contract: reading is pure and linear in the text, never raises, never evaluates. What it says is what the loop does,
+what the reward scores and what the SFT data is made of: nobody else reads these forms. The golden cases of each form
+are in tests/retool/cases/actions.jsonl.
 
-Invariants. An answer inside code, a thought or hallucinated tool output is none, finished or not, and neither is an echo
-of the instruction to write one; a call inside a thought is a draft, unless it is a <code> block. No stretch of text is
-read more than a few times.
+Invariants. An answer inside code, a thought or hallucinated tool output is none, finished or not, and neither is an
+echo of the instruction to write one; a call inside a thought is a draft, unless it is a <code> block. No stretch of
+text is read more than a few times.
 """
 
 from __future__ import annotations
@@ -187,9 +187,9 @@ def read_answer(found: Scan, over: bool) -> Box | None:
     """What became of the last box of a turn: the answer, or, with no content, none. None where there is no box.
 
     A box that is labeled is an answer in any turn; another one in a turn that ended by itself, without a call, or with
-    nothing but punctuation behind the box. The box before a broken one, or before one that is no answer yet, is what the
-    model has turned away from. Before a call, a label may introduce the form of the answer: there the box must hold what
-    could be one.
+    nothing but punctuation behind the box. The box before a broken one, or before one that is no answer yet, is what
+    the model has turned away from. Before a call, a label may introduce the form of the answer: there the box must
+    hold what could be one.
     """
     boxes = find_boxes(found.words)
     if not boxes or not boxes[-1].content:
@@ -335,8 +335,8 @@ def without_fence(body: str) -> str:
 
 
 def _xml_call(body: str, tools: Collection[str]) -> dict[str, Any] | None:
-    """{"name", "arguments"} of a call in Qwen3-Coder's form, or with a JSON object for its parameters; None where it is not
-    well-formed."""
+    """{"name", "arguments"} of a call in Qwen3-Coder's form, or with a JSON object for its parameters; None where it
+    is not well-formed."""
     opening, tag, rest = body.removesuffix("</function>").partition(">")
     if tag and rest.lstrip().startswith("{"):
         return {"name": opening.removeprefix("<function="), "arguments": rest}
@@ -368,8 +368,8 @@ def _json_or_text(value: str) -> Any:
 
 
 def _load_json(text: str) -> Any:
-    """JSON, perhaps before the end of a fence or a list; its strings may hold raw control characters, and escapes that JSON does not
-    know, kept as written. One closing brace may be missing at the end, or be too many."""
+    """JSON, perhaps before the end of a fence or a list; its strings may hold raw control characters, and escapes that
+    JSON does not know, kept as written. One closing brace may be missing at the end, or be too many."""
     text = text.strip().removesuffix("```")
     known = _JSON_ESCAPES.sub(lambda found: found.group() if len(found.group()) > 1 else r"\\", text)
     try:

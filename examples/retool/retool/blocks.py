@@ -101,8 +101,8 @@ class _Found(NamedTuple):
 
 
 def scan(text: str, over: bool, in_thought: bool = False) -> Scan:
-    """One pass. A reader moves the scan past its block, or hides the data in what it found unclosed, in which no tag is
-    looked at again: so no stretch of text is read more than a few times.
+    """One pass. A reader moves the scan past its block, or hides the data in what it found unclosed, in which no tag
+    is looked at again: so no stretch of text is read more than a few times.
 
     Args:
         text: what the model has said in a turn, or in a part of it.
@@ -256,7 +256,8 @@ def _read_call_in_string(
 
 
 def _read_function(turn: _Turn, opener: re.Match[str]) -> _Found:
-    """A <function=...> without a <tool_call> around it: prose may speak of the tag, so it counts with what follows it."""
+    """A <function=...> without a <tool_call> around it: prose may speak of the tag, so it counts with what follows
+    it."""
     tag = _FUNCTION.match(turn.text, opener.start())
     if tag is None or not any(form.match(turn.text, tag.end()) for form in (_PARAMETER, _FUNCTION_END, _JSON_OBJECT)):
         return _Found()
@@ -371,7 +372,8 @@ def _read_code(turn: _Turn, opener: re.Match[str]) -> _Found:
 
 
 def _is_mention(text: str, start: int, body: int, body_end: int) -> bool:
-    """Whether a sentence speaks of both tags of a block: `<code> and </code>`, or the form of a call in the system text."""
+    """Whether a sentence speaks of both tags of a block: `<code> and </code>`, or the form of a call in the system
+    text."""
     if body_end - body > MAX_MENTION_CHARS or not _MENTIONED.fullmatch(text, body, body_end):
         return False
     return "<" in text[body:body_end] or bool(_before_on_line(text, start))
@@ -403,8 +405,8 @@ def _read_fence(turn: _Turn, opener: re.Match[str]) -> _Found:
 
 
 def _fence_end(text: str, start: int) -> tuple[re.Match[str] | None, int]:
-    """The first closing fence that is in no string, else the first, and how far was read for it: a docstring may hold a
-    fence of its own."""
+    """The first closing fence that is in no string, else the first, and how far was read for it: a docstring may hold
+    a fence of its own."""
     first = _FENCE_END.search(text, start)
     if first is None:
         return None, 0

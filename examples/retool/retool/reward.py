@@ -3,16 +3,17 @@ r"""The reward: DAPO's strict box (Yu et al. 2025) on the assistant's prose, wit
     response --split_observations--> stretches --scan--> prediction --is_correct--> {"score", "acc", "pred"}
 
 Contract: +1 for a right answer. A wrong one scores -1 + bonus * (calls - 2), at most MAX_WRONG_SCORE, so that a wrong
-answer that tried the tool beats one that did not; only calls whose code ran are tries. No prompt, tool output, code, thought or hallucinated output is ever
-scored. Time is linear in the response, and what is compared is bounded: it runs on the event loop of the rollouts.
+answer that tried the tool beats one that did not; only calls whose code ran are tries. No prompt, tool output, code,
+thought or hallucinated output is ever scored. Time is linear in the response, and what is compared is bounded: it runs
+on the event loop of the rollouts.
 
-vime's own scorer is handed in, since only generate_with_retool imports vime.
+vime's scorer is handed in, since only generate_with_retool imports vime.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, TypedDict
 
 from retool.actions import is_over, read_answer
 from retool.answers import label_text, same_answer
@@ -30,11 +31,7 @@ class Reward(TypedDict):
     pred: str  # what the scored box holds, "" without one
 
 
-class Scorer(NamedTuple):
-    """vime's functions for DAPO's reward."""
-
-    compute_score: Callable[..., dict[str, Any]]  # (text, label, strict_box_verify=True) -> {"acc", ...}
-    normalize: Callable[[str], str]
+Scorer = Callable[..., dict[str, Any]]  # vime's compute_score: (text, label, strict_box_verify=True) -> {"acc", ...}
 
 
 def lost() -> Reward:
@@ -63,7 +60,7 @@ def score_response(
         response: everything after the prompt, observations included.
         label: the right answer, as text or as a number of any kind; a missing one is never right.
         calls: how many ran, see `calls_that_ran`.
-        scorer: vime's functions.
+        scorer: vime's.
         bonus: what a wrong answer gains by each.
         cut: whether a limit ended the episode, see `prediction`.
         in_thought: whether the prompt ends inside a thought.
@@ -103,6 +100,6 @@ def is_correct(pred: str, label: Any, scorer: Scorer) -> bool:
     if not pred or not label:  # the scorer calls a missing box right where the label is missing too
         return False
     boxed = f"\\boxed{{{pred}}}"
-    if len(boxed) <= MAX_SCORER_CHARS and scorer.compute_score(boxed, label, strict_box_verify=True)["acc"]:
+    if len(boxed) <= MAX_SCORER_CHARS and scorer(boxed, label, strict_box_verify=True)["acc"]:
         return True
-    return same_answer(pred, label, scorer.normalize)
+    return same_answer(pred, label)

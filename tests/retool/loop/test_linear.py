@@ -86,12 +86,9 @@ def work_of(text):
         "reader": lambda: (actions.read_action(text, over=False), actions.read_action(text, over=True)),
         "frames": lambda: chat.split_observations(text),
         "reward": lambda: asyncio.run(plugin.reward_func(None, sample)),
-        "comparison": lambda: reward.is_correct(text, "42", SCORER),
+        "comparison": lambda: reward.is_correct(text, "42", plugin.compute_score),
         "cut": lambda: plugin.postprocess_responses(text),
     }
-
-
-SCORER = reward.Scorer(plugin.compute_score, plugin.normalize_final_answer)
 
 
 def seconds(work, tries=1):
