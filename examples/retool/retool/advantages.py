@@ -57,8 +57,6 @@ def normalize(args: Any, samples: Iterable[Any], spread: str) -> tuple[list[floa
     rewards = [0.0] * len(flat)
     for members in _groups(flat, args.n_samples_per_prompt):
         left = [index for index in members if trained[index]]
-        if len(left) < 2:
-            continue
         judged = [_accuracy(flat[index], raw[index]) if spread == "accuracy" else raw[index] for index in left]
         if len(set(judged)) < 2:
             continue

@@ -53,6 +53,12 @@ def test_a_lost_sample_among_equals_changes_nothing(score, spread):
     assert rewards([sample(score) for _ in range(7)] + [lost()], spread) == [0.0] * 8
 
 
+def test_the_rewards_that_vime_logs_are_the_samples_own():
+    without = sample(0.0, reward=None, remove_sample=True)
+    raw, _ = advantages.normalize(make_args(), [sample(RIGHT), lost(), sample(WRONG), without], "accuracy")
+    assert raw == [RIGHT, 0.0, WRONG, 0.0]
+
+
 LOST = {
     "removed": dict(remove_sample=True),
     "aborted": dict(status=Sample.Status.ABORTED),
@@ -66,7 +72,7 @@ LOST = {
 @pytest.mark.parametrize("changes", LOST.values(), ids=LOST.keys())
 @pytest.mark.parametrize("estimator", [*advantages.GROUP_ESTIMATORS, "ppo", "reinforce_plus_plus"])
 def test_the_others_get_what_they_get_without_the_lost_one(changes, estimator):
-    others = [sample(RIGHT), sample(WRONG), sample(-0.9), sample(RIGHT, loss_mask=None)]
+    others = [sample(RIGHT), sample(WRONG), sample(-0.9), sample(RIGHT, loss_mask=None, response_length=1)]
     one_lost = [*others[:2], sample(-0.6, **changes), *others[2:]]
     alone = rewards(others, advantage_estimator=estimator)
     together = rewards(one_lost, advantage_estimator=estimator)

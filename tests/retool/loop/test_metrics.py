@@ -157,13 +157,6 @@ def test_through_the_loop(monkeypatch):
     assert found["observation_tokens"] == pytest.approx(1 - sum(sample.loss_mask) / sample.response_length)
 
 
-def test_a_number_that_cannot_be_had_does_not_stop_the_run(caplog):
-    pytest.importorskip("wandb")
-    broken = Sample(metadata={"retool": {"end_reason": "answer"}})
-    assert plugin.log_rollout_data(3, SimpleNamespace(), [broken], None, 1.0) is False
-    assert "rollout 3 could not be logged" in caplog.text
-
-
 PLACES = ("vime.observability", "vime.utils")  # of vimes from September 2026 on, and before
 
 
@@ -196,6 +189,13 @@ def test_metrics_are_logged_wherever_vime_has_its_logging(monkeypatch, place):
     assert training["rollout/retool/outcome/ok"] == 1 and "eval/aime/retool/accuracy" in evaluation
 
 
+def test_a_number_that_cannot_be_had_does_not_stop_the_run(monkeypatch, caplog):
+    place_logging(monkeypatch, "vime.utils")
+    broken = Sample(metadata={"retool": {"end_reason": "answer"}})
+    assert plugin.log_rollout_data(3, SimpleNamespace(), [broken], None, 1.0) is False
+    assert "rollout 3 could not be logged" in caplog.text
+
+
 def test_a_vime_without_that_logging_is_not_passed_over_in_silence(monkeypatch):
     place_logging(monkeypatch, None)
     with pytest.raises(ImportError, match="logging_utils neither in vime.observability nor in vime.utils"):
@@ -218,7 +218,7 @@ LOGGED_RUN = """
 import os, sys
 sys.path[:0] = {path!r}
 from types import SimpleNamespace
-import generate_with_retool as plugin
+from vime.ray import rollout
 from vime.utils import logging_utils
 from vime.utils.types import Sample
 
@@ -241,26 +241,21 @@ samples = [
 ]
 data = {{"aime": dict(rewards=[1.0], truncated=[False], samples=samples[:1])}}
 logging_utils.init_tracking(args)
-if {through_vime}:
-    from vime.ray import rollout
-    rollout._log_rollout_data(3, args, samples, dict(), 1.0)
-    rollout._log_eval_rollout_data(3, args, data, None)
-else:
-    plugin.log_rollout_data(3, args, samples, None, 1.0)
-    plugin.log_eval_rollout_data(3, args, data, None)
+rollout._log_rollout_data(3, args, samples, dict(), 1.0)
+rollout._log_eval_rollout_data(3, args, data, None)
 logging_utils.finish_tracking(args)
 """
 
 
 @pytest.fixture(scope="module")
 def logged(tmp_path_factory):
-    """({name: {step: value}} of TensorBoard, the rows of wandb's history) of one run."""
+    """({name: {step: value}} of TensorBoard, the rows of wandb's history) of one run through vime."""
+    if not os.environ.get("VIME_ROOT"):
+        pytest.skip("VIME_ROOT names no vime checkout to log with")
     pytest.importorskip("wandb")
     pytest.importorskip("tensorboard")
     folder = tmp_path_factory.mktemp("trackers")
-    script = LOGGED_RUN.format(
-        path=[path for path in sys.path if path], folder=str(folder), through_vime=bool(os.environ.get("VIME_ROOT"))
-    )
+    script = LOGGED_RUN.format(path=[path for path in sys.path if path], folder=str(folder))
     environment = {**os.environ, "TENSORBOARD_DIR": str(folder / "tensorboard"), "WANDB_SILENT": "true"}
     ran = subprocess.run(
         [sys.executable, "-c", script], env=environment, cwd=folder, capture_output=True, text=True, timeout=300
@@ -319,9 +314,6 @@ def test_the_trackers_have_the_metrics(logged, kind, own):
     assert logged_names <= set(metrics.METRICS) and all(map(math.isfinite, map(float, own.values())))
 
 
-@pytest.mark.skipif(
-    not os.environ.get("VIME_ROOT"), reason="VIME_ROOT names no vime checkout whose metrics could be kept"
-)
 def test_vimes_own_metrics_stay(logged):
     scalars, history = logged
     for name in ("rollout/response_len/mean", "rollout/truncated_ratio", "perf/rollout_time", "eval/aime"):

@@ -14,8 +14,6 @@ STANDIN = Path(__file__).parents[1] / "standin"
 MODULES = [
     "vime.utils.types",
     "vime.utils.http_utils",
-    "vime.utils.logging_utils",
-    "vime.utils.metric_utils",
     "vime.utils.misc",
     "vime.utils.async_utils",
     "vime.rollout.base_types",

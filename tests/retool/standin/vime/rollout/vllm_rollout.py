@@ -83,7 +83,7 @@ async def generate_and_rm(args, sample, sampling_params, evaluation=False):
         generate = load_function(sample.generate_function_path or args.custom_generate_function_path)
         extra = {"evaluation": evaluation} if "evaluation" in inspect.signature(generate).parameters else {}
         sample = await generate(args, sample, sampling_params, **extra)
-    if not args.group_rm and sample.status != Sample.Status.ABORTED and sample.reward is None:
+    if sample.status != Sample.Status.ABORTED and sample.reward is None:
         sample.reward = await load_function(sample.custom_rm_path or args.custom_rm_path)(args, sample)
     return sample
 
@@ -94,12 +94,7 @@ async def generate_and_rm_group(args, group, sampling_params, evaluation=False):
     seeds = getattr(GenerateState(args), "group_sampling_seeds", None)
     params = [sampling_params | ({"seed": seeds[i]} if seeds else {}) for i in range(len(group))]
     tasks = [generate_and_rm(args, *pair, evaluation) for pair in zip(group, params, strict=True)]
-    group = await asyncio.gather(*tasks)
-    if args.group_rm:
-        rewards = await load_function(args.custom_rm_path)(args, group)
-        for sample, reward in zip(group, rewards, strict=True):
-            sample.reward = reward
-    return group
+    return await asyncio.gather(*tasks)
 
 
 async def _generate_rollout(args, get_samples):

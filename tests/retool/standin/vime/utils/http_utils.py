@@ -36,9 +36,3 @@ async def post(url, payload, max_retries=60, headers=None):
             if attempt == max_retries:
                 raise
         await asyncio.sleep(1)
-
-
-async def get(url):
-    response = await _http_client.get(url)
-    response.raise_for_status()
-    return response.json()
