@@ -17,15 +17,18 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from retool.advantages import SPREADS
 from view.load import FileError, load
-from view.page import Page
+from view.page import KATEX, Page, katex
+from view.samples import Rule
 from view.tokens import Vocabulary
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _options(arguments)
+    rule = Rule(**{name: getattr(options, name) for name in Rule._fields})
     try:
-        notes = make_page(options.files, options.output, options.tokenizer)
+        notes = make_page(options.files, options.output, options.tokenizer, rule, options.datasets.split(","))
     except FileError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -35,13 +38,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def make_page(files: Sequence[Path], output: Path, tokenizer: Path | None = None) -> list[str]:
+def make_page(
+    files: Sequence[Path],
+    output: Path,
+    tokenizer: Path | None = None,
+    rule: Rule = Rule(),  # noqa: B008, which is frozen
+    datasets: Sequence[str] = (),
+) -> list[str]:
     """Write the page.
 
     Args:
         files: a rollout each.
         output: the page.
         tokenizer: the model's folder, None for a page without tokens.
+        rule: by which rewards became advantages.
+        datasets: names of an evaluation's, in the order of vime's --eval-prompt-data.
 
     Returns:
         What could not be shown, a line each.
@@ -49,11 +60,11 @@ def make_page(files: Sequence[Path], output: Path, tokenizer: Path | None = None
     Raises:
         FileError: nothing could be shown, or the page could not be written.
     """
-    page = Page(Vocabulary(tokenizer) if tokenizer else None)
+    page = Page(Vocabulary(tokenizer) if tokenizer else None, rule, katex())
     notes: list[str] = []
     for path in files:
         try:
-            notes += page.add(load(path))
+            notes += page.add(load(path), datasets)
         except FileError as error:
             if len(files) == 1:
                 raise
@@ -70,10 +81,21 @@ def make_page(files: Sequence[Path], output: Path, tokenizer: Path | None = None
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="view_rollouts.py", description=(__doc__ or "").split("\n")[0])
+    install = f"pip install --no-deps {KATEX}"
+    parser = argparse.ArgumentParser(
+        prog="view_rollouts.py",
+        description=(__doc__ or "").split("\n")[0],
+        epilog=f"Formulas are drawn after {install}",
+    )
     parser.add_argument("files", metavar="FILE", type=Path, nargs="+", help="a rollout: .pt of vime, or samples.jsonl")
     parser.add_argument("-o", "--output", metavar="PAGE", type=Path, help="default: beside the first file, as .html")
     parser.add_argument("--tokenizer", metavar="DIR", type=Path, help="the model's folder, for tokens and log-probs")
+    parser.add_argument("--datasets", metavar="A,B", default="", help="names of an evaluation's datasets, in order")
+    run = parser.add_argument_group("as the run had them: a dump does not say by which rule its advantages were made")
+    run.add_argument("--advantage-estimator", default="grpo")
+    run.add_argument("--disable-grpo-std-normalization", dest="grpo_std_normalization", action="store_false")
+    run.add_argument("--disable-rewards-normalization", dest="rewards_normalization", action="store_false")
+    run.add_argument("--advantage-spread", choices=SPREADS, default="accuracy", help="of TOOL_CONFIGS")
     options = parser.parse_args(arguments)
     if options.output is None:
         options.output = options.files[0].with_suffix(".html")

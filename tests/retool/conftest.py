@@ -7,7 +7,9 @@ sets) or any `-m` expression asks for them.
 """
 
 import os
+import secrets
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -21,6 +23,9 @@ VIME = Path(os.environ.get("VIME_ROOT") or (ROOT if (ROOT / "vime").is_dir() els
 IN_VIME = (ROOT / "vime").is_dir()
 for folder in (VIME, TESTS, EXAMPLE):
     sys.path.insert(0, str(folder))
+
+# Every user of the machine may connect to a cluster's ports. Read when Ray is imported.
+os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
 
 # Started by nohup, or in the background of a script, a process ignores these signals, and so does all that it starts. What
 # is handled, if only by doing nothing, starts at its default in a program that is started.
@@ -70,3 +75,26 @@ def qwen3_tokenizer():
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(folder)
+
+
+# Leads a Ray cluster until its stdin ends. Its drivers are other processes, each with an environment of its own.
+CLUSTER = """
+import sys, ray
+ray.init(address="local", num_cpus=4, num_gpus=0, include_dashboard=False)
+print(ray.get_runtime_context().gcs_address, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture(scope="session")
+def ray_cluster(tmp_path_factory):
+    """The address of a Ray cluster, one for all tests, that no other Ray of this machine has to do with."""
+    pytest.importorskip("ray")
+    log = tmp_path_factory.mktemp("ray") / "log"
+    with log.open("w") as stderr:
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": stderr}
+        leader = subprocess.Popen([sys.executable, "-c", CLUSTER], text=True, **pipes)
+    address = leader.stdout.readline().strip()
+    assert address, log.read_text()
+    yield address
+    leader.communicate(timeout=60)

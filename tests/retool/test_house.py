@@ -100,9 +100,9 @@ MAY_IMPORT = {
         "generate_with_retool",
         "view_rollouts",
     },
-    # The page reads what a rollout left: the frames of observations and the metrics, nothing that runs.
-    "view": {"view", "retool.chat", "retool.metrics", "retool.paths"},
-    "view_rollouts": {"view"},
+    # The page reads what a rollout left with the readers of the loop, and runs nothing.
+    "view": {"view", *(f"retool.{name}" for name in ("actions", "advantages", "blocks", "chat", "metrics", "paths"))},
+    "view_rollouts": {"view", "retool.advantages"},
 }
 STANDARD_LIBRARY_ALONE = {
     "retool.chat",

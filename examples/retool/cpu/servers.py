@@ -30,7 +30,7 @@ from cpu.options import CPU, RunError
 from cpu.report import console, progress_display, say
 from cpu.storage import cache_folder
 from retool.paths import closed_folder
-from retool.processes import LOOPBACK, free_ports, port_is_taken, stop_signals_held, why_it_ended
+from retool.processes import LOOPBACK, free_ports, loopback_directly, port_is_taken, stop_signals_held, why_it_ended
 from rich.progress import Progress, TimeElapsedColumn
 
 START_TIMEOUT = 900  # seconds; a large model on a slow disk
@@ -223,7 +223,7 @@ def start_server(name: str, command: list[str], port: int, log: Path, environmen
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=output,
-                env=os.environ | environment,
+                env=os.environ | loopback_directly(os.environ) | environment,
                 start_new_session=True,  # Ctrl-C in the terminal is for this run, which then ends its servers in order
             )
     except OSError as error:

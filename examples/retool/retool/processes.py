@@ -11,7 +11,7 @@ import errno
 import re
 import signal
 import socket
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 
@@ -74,6 +74,12 @@ def stop_signals_held() -> Iterator[None]:
 def _stop(signum: int, frame: FrameType | None) -> None:
     ignore_stop_signals()
     raise Stopped(signum)
+
+
+def loopback_directly(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables that keep a proxy of this environment, which cannot reach loopback, out of the way to it."""
+    given = {name: environment.get(name) for name in ("no_proxy", "NO_PROXY")}
+    return {name: ",".join(filter(None, [value, LOOPBACK, "localhost"])) for name, value in given.items()}
 
 
 def free_ports(count: int, avoid: Collection[int] = ()) -> list[int]:

@@ -7,19 +7,21 @@ in one line of its `notes`, and the rest is given; FileError where nothing is le
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import pickle
+import pickletools
 import re
 import struct
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 Raw = dict[str, Any]  # a sample as the file has it
 
 _ZIP, _LOCAL_HEADER = b"PK\x03\x04", struct.Struct("<26xHH")
+_CLOSE_LIST_AND_DICT = pickle.APPENDS + pickle.SETITEMS + pickle.STOP
 
 
 class FileError(Exception):
@@ -69,11 +71,6 @@ def is_sample(value: Any) -> bool:
     return isinstance(value, dict) and isinstance(value.get("response"), str)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# JSON lines
-# ---------------------------------------------------------------------------------------------------------------------
-
-
 def _read_lines(file: BinaryIO, path: Path, notes: list[str]) -> Raw:
     samples, bad = [], []
     for number, line in enumerate(file, 1):
@@ -91,35 +88,20 @@ def _read_lines(file: BinaryIO, path: Path, notes: list[str]) -> Raw:
     return {"samples": samples}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# torch.save
-# ---------------------------------------------------------------------------------------------------------------------
-
-
 class _Ignored:
     """Stands for whatever a pickle names or stores outside itself: a tensor, an array, an object of some class."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
 
-    def __setstate__(self, state: Any) -> None:
+    def _pass(self, *values: Any) -> None:
         pass
 
-    def __setitem__(self, key: Any, value: Any) -> None:
-        pass
-
-    def append(self, value: Any) -> None:
-        pass
-
-    def extend(self, values: Any) -> None:
-        pass
-
-    def add(self, value: Any) -> None:
-        pass
+    __setstate__ = __setitem__ = append = extend = add = _pass
 
 
-class _Inert:
-    """What both unpicklers below have in common: no name in the data leads to code."""
+class _Unpickler(pickle.Unpickler):
+    """No name in the data leads to code."""
 
     def find_class(self, module: str, name: str) -> Any:
         return dict if (module, name) == ("collections", "OrderedDict") else _Ignored
@@ -128,28 +110,11 @@ class _Inert:
         return _Ignored()
 
 
-class _Unpickler(_Inert, pickle.Unpickler):
-    pass
-
-
-class _SlowUnpickler(_Inert, pickle._Unpickler):
-    """In Python, so that what it had built when the data ended can be looked at."""
-
-    stack: list[Any]
-    metastack: list[list[Any]]
-
-    def unfinished(self) -> Iterator[Any]:
-        for values in (*getattr(self, "metastack", ()), getattr(self, "stack", ())):
-            for value in values:
-                yield from value if isinstance(value, list) else [value]
-
-
 def _read_torch(file: BinaryIO, path: Path, notes: list[str]) -> Raw:
     try:
         with zipfile.ZipFile(file) as archive:
             [name] = [name for name in archive.namelist() if name.endswith("data.pkl")]
-            with archive.open(name) as data:
-                content = _Unpickler(io.BytesIO(data.read())).load()
+            content = _Unpickler(io.BytesIO(archive.read(name))).load()
     except (zipfile.BadZipFile, EOFError, ValueError, pickle.UnpicklingError) as error:
         content = _recover(file, path, notes, error)
     except Exception as error:  # a damaged pickle fails in any way there is
@@ -160,23 +125,36 @@ def _read_torch(file: BinaryIO, path: Path, notes: list[str]) -> Raw:
 
 
 def _recover(file: BinaryIO, path: Path, notes: list[str], error: Exception) -> Raw:
-    """The samples that are whole in a file that was cut off: its directory was at its end, its pickle is at its start."""
+    """What is whole in a file that was cut off: its directory was at its end, its pickle is at its start."""
     file.seek(0)
     data = file.read()
     if b"data.pkl" not in data[:256]:
         raise FileError(f"{path} is no rollout: a zip archive, but not one of torch.save ({_one_line(error)})")
     name_length, extra_length = _LOCAL_HEADER.unpack_from(data)
-    unpickler = _SlowUnpickler(io.BytesIO(data[_LOCAL_HEADER.size + name_length + extra_length :]))
-    try:
-        content: Raw = unpickler.load()
+    pickled = data[_LOCAL_HEADER.size + name_length + extra_length :]
+    with contextlib.suppress(Exception):
+        content: Raw = _Unpickler(io.BytesIO(pickled)).load()
         notes.append(f"{path.name} is cut off after its samples, which are all here")
         return content
-    except Exception:
-        samples = [value for value in unpickler.unfinished() if is_sample(value)]
-    if not samples:
-        raise FileError(f"{path} is cut off, and no sample in it is whole") from error
-    notes.append(f"{path.name} is cut off: only its first {len(samples)} samples can be shown")
-    return {"samples": samples}
+    with contextlib.suppress(Exception):
+        content = _Unpickler(io.BytesIO(pickled[: _whole_samples_end(pickled)] + _CLOSE_LIST_AND_DICT)).load()
+        notes.append(f"{path.name} is cut off: only its first {len(content['samples'])} samples can be shown")
+        return content
+    raise FileError(f"{path} is cut off, and no sample in it is whole") from error
+
+
+def _whole_samples_end(pickled: bytes) -> int:
+    """The index after the last sample that is complete: a dict in the list in the dict that vime saves."""
+    open_marks = end = 0
+    with contextlib.suppress(Exception):  # raised where the data ends
+        for operation, _, position in pickletools.genops(pickled):
+            if operation.name == "MARK":
+                open_marks += 1
+            elif pickletools.markobject in operation.stack_before:
+                open_marks -= 1
+                if open_marks == 2 and operation.name == "SETITEMS":
+                    end = (position or 0) + 1
+    return end
 
 
 def _one_line(error: Exception) -> str:

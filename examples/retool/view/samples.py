@@ -1,25 +1,34 @@
-"""One sample of a rollout file as the page shows it, whatever version of vime or of the plugin wrote it.
+"""A sample of a file as the page shows it: its facts, and its response in segments that say who wrote what.
 
-Contract: `read` never raises. A field that is missing or is not what it should be is None or empty, and is counted in
-`gaps`, so that the page can say what it could not show.
+    raw sample --read--> Shown --advantages--> what each weighs in training
+
+Contract. Files of other versions of vime or of this plugin lack fields or have others: whatever is missing or not what
+it should be is None or empty, and is counted in `gaps`, so that the page can say what it could not show.
+
+Turns, programs and observations are read by the plugin's own readers, so the page shows the program that ran.
 """
 
 from __future__ import annotations
 
-import math
+import bisect
+import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from retool.chat import IM_END, IM_START, find_observations
+from retool.actions import Action, Code, ToolCall, read_action
+from retool.advantages import normalize
+from retool.blocks import scan
+from retool.chat import CODE_TOOL, IM_END, IM_START, find_observations
 from retool.metrics import OUTCOMES, is_unreadable
 from view.load import Raw
 from view.tokens import Vocabulary
 
-MAX_PREVIEW_CHARS = 200
-EPSILON = 1e-6  # vime's
+MAX_PROBLEM_CHARS = 2000  # in the table, where it is shown whole on hover
+MAX_PROGRAMS = 500  # told apart in a segment; a model that repeats itself writes many more
 MAX_NUMBER = 1e15  # a larger one is no reward and no number of seconds
 
 
@@ -29,12 +38,20 @@ class Call(NamedTuple):
     outcome: str
 
 
+class Part(NamedTuple):
+    """A stretch of a segment. `kind` is "prose", "program", or "ran" for the program that the loop ran."""
+
+    kind: str
+    text: str
+
+
 class Segment(NamedTuple):
     """A stretch of the response. `kind` is one of KINDS; `call` numbers the call that an observation answers."""
 
     kind: str
     text: str
     call: int | None = None
+    parts: tuple[Part, ...] = ()
 
 
 # "model": trained on. "masked": the model's, not trained on. "observation": a tool's output or the loop's own words, in
@@ -46,13 +63,16 @@ KINDS = ("model", "masked", "observation", "hallucinated")
 class Shown:
     index: int | None
     group: int | None
+    dataset: str  # "" where the file does not say it
     prompt: str  # as the model read it where that is known, else its messages
-    preview: str
+    problem: str  # the last user turn, in one line
     label: str
     prediction: str
     score: float | None
     right: bool | None
     lost: bool  # not trained on
+    removed: bool
+    aborted: bool
     end_reason: str
     turns: int | None
     calls: list[Call]
@@ -73,7 +93,6 @@ def read(raw: Raw, vocabulary: Vocabulary | None, gaps: Counter[str]) -> Shown:
     mask = _numbers(raw.get("loss_mask"))
     if type(length) is not int:
         length = len(mask or [])
-    ids = _ids(raw.get("tokens"))
     if mask is None or len(mask) != length:
         gaps["loss_mask"] += 1
         mask = None
@@ -83,27 +102,39 @@ def read(raw: Raw, vocabulary: Vocabulary | None, gaps: Counter[str]) -> Shown:
         log_probs = None
     pieces = None
     prompt = _prompt_text(raw)
+    ids = _ids(raw.get("tokens"))
     if ids is None or not 0 <= length <= len(ids):
         gaps["tokens"] += 1
     elif vocabulary:
         start = len(ids) - length
         prompt = "".join(vocabulary.pieces(ids[:start])) or prompt
         pieces = vocabulary.pieces(ids[start:])
-    retool = _retool(raw, gaps)
-    calls = [_call(call) for call in retool.get("calls") or [] if isinstance(call, dict)]
-    segments = _number_calls(_by_mask(pieces, mask) if pieces is not None and mask else _by_frames(response))
+    metadata = raw.get("metadata")
+    metadata = metadata if isinstance(metadata, dict) else {}
+    retool = metadata.get("retool")
+    if not isinstance(retool, dict):
+        gaps["metadata of the plugin"] += 1
+        retool = {}
+    recorded = retool.get("calls")
+    calls = [_call(call) for call in recorded if isinstance(call, dict)] if isinstance(recorded, list) else []
+    stretches = _by_mask(pieces, mask) if pieces is not None and mask else _by_frames(response)
+    segments = list(_with_parts(stretches, prompt, {CODE_TOOL, *(call.kind for call in calls)}))
     status = str(raw.get("status") or "")
     score, right, prediction = _reward(raw.get("reward"), gaps)
+    removed, aborted = bool(raw.get("remove_sample")), status == "aborted"
     return Shown(
         index=_integer(raw.get("index")),
         group=_integer(raw.get("group_index")),
+        dataset=next((value for key in ("dataset", "data_source") if isinstance(value := metadata.get(key), str)), ""),
         prompt=prompt,
-        preview=_preview(raw.get("prompt")),
+        problem=_problem(raw.get("prompt")),
         label="" if raw.get("label") is None else str(raw["label"]),
         prediction=prediction,
         score=score,
         right=right,
-        lost=bool(raw.get("remove_sample")) or status == "aborted" or (mask is not None and not any(mask)),
+        lost=removed or aborted or (mask is not None and not any(mask)),
+        removed=removed,
+        aborted=aborted,
         end_reason=str(retool.get("end_reason") or status or "unknown"),
         turns=_integer(retool.get("turns")),
         calls=calls,
@@ -123,30 +154,16 @@ def read(raw: Raw, vocabulary: Vocabulary | None, gaps: Counter[str]) -> Shown:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def _retool(raw: Raw, gaps: Counter[str]) -> dict[str, Any]:
-    metadata = raw.get("metadata")
-    retool = metadata.get("retool") if isinstance(metadata, dict) else None
-    if not isinstance(retool, dict):
-        gaps["metadata of the plugin"] += 1
-        return {}
-    return retool
-
-
 def _call(call: dict[str, Any]) -> Call:
-    seconds = call.get("seconds")
-    return Call(
-        kind=str(call.get("kind") or "tool"),
-        seconds=_number(seconds),
-        outcome=str(call.get("outcome") or "other"),
-    )
+    return Call(str(call.get("kind") or "tool"), _number(call.get("seconds")), str(call.get("outcome") or "other"))
 
 
 def _reward(reward: Any, gaps: Counter[str]) -> tuple[float | None, bool | None, str]:
     """(score, whether it is right, the prediction); of a number, the number."""
     if isinstance(reward, dict):
-        score, right, prediction = reward.get("score"), reward.get("acc"), reward.get("pred")
+        right, prediction = reward.get("acc"), reward.get("pred")
         return (
-            _number(score),
+            _number(reward.get("score")),
             None if right is None else bool(right),
             "" if prediction is None else str(prediction),
         )
@@ -165,19 +182,28 @@ def _prompt_text(raw: Raw) -> str:
     return prompt if isinstance(prompt, str) else ""
 
 
-_LAST_USER = re.compile(rf".*{re.escape(IM_START)}user\n(.*?)(?:{re.escape(IM_END)}|$)", re.DOTALL)
-
-
-def _preview(prompt: Any) -> str:
-    """The problem: the last user turn."""
+def _problem(prompt: Any) -> str:
     if isinstance(prompt, list):
         asked = [_content(message) for message in prompt if _role(message) == "user"] or [_content(m) for m in prompt]
         prompt = asked[-1] if asked else ""
     if not isinstance(prompt, str):
         return ""
-    if rendered := _LAST_USER.match(prompt):
-        prompt = rendered[1]
-    return " ".join(prompt[: 4 * MAX_PREVIEW_CHARS].split())[:MAX_PREVIEW_CHARS]
+    asked = [text for role, text in messages(prompt) if role == "user"] or [prompt]
+    return " ".join(asked[-1][: 2 * MAX_PROBLEM_CHARS].split())[:MAX_PROBLEM_CHARS]
+
+
+def messages(prompt: str) -> list[tuple[str, str]]:
+    """(role, text) of a prompt in ChatML, without the open turn at its end; the whole text as the user's if it is none."""
+    if not prompt.startswith(IM_START):
+        return [("user", prompt)]
+    found = []
+    for turn in prompt.split(IM_START):
+        role, _, text = turn.partition("\n")
+        if turn.strip():
+            found.append((role, text.rstrip().removesuffix(IM_END)))
+    while len(found) > 1 and found[-1][0] == "assistant" and not re.sub("</?think>", "", found[-1][1]).strip():
+        found.pop()
+    return found or [("", prompt)]
 
 
 def _role(message: Any) -> str:
@@ -214,37 +240,75 @@ def _ids(value: Any) -> list[int] | None:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def _by_frames(response: str, inside: str = "observation", outside: str = "model") -> list[Segment]:
-    """The response in segments, observations told apart by their frames."""
-    segments, position = [], 0
+def _by_frames(response: str, inside: str = "observation", outside: str = "model") -> Iterator[Segment]:
+    """The response in segments, observations told apart by their frames. A frame in a program that the model wrote is
+    data of the program."""
+    programs = [block for block in scan(response, over=True).blocks if block.kind != "hallucinated"]
+    starts = [block.start for block in programs]
+    position = 0
     for observation in find_observations(response):
-        segments.append(Segment(outside, response[position : observation.start]))
-        segments.append(Segment(inside, response[observation.start : observation.end]))
+        before = bisect.bisect_left(starts, observation.start) - 1
+        if inside == "hallucinated" and before >= 0 and programs[before].end > observation.start:
+            continue
+        if position < observation.start:
+            yield Segment(outside, response[position : observation.start])
+        yield Segment(inside, response[observation.start : observation.end], parts=(Part("prose", observation.body),))
         position = observation.end
-    segments.append(Segment(outside, response[position:]))
-    return [segment for segment in segments if segment.text]
+    if position < len(response):
+        yield Segment(outside, response[position:])
 
 
-def _by_mask(pieces: Sequence[str], mask: Sequence[int]) -> list[Segment]:
+def _by_mask(pieces: Sequence[str], mask: Sequence[int]) -> Iterator[Segment]:
     """The same, by what is trained on: a frame that the model itself wrote is no observation."""
-    segments: list[Segment] = []
     start = 0
     for end in [*(i for i in range(1, len(mask)) if bool(mask[i]) != bool(mask[i - 1])), len(mask)]:
         text = "".join(pieces[start:end])
-        segments += _by_frames(text, "hallucinated", "model") if mask[start] else _by_frames(text, outside="masked")
+        yield from _by_frames(text, "hallucinated") if mask[start] else _by_frames(text, outside="masked")
         start = end
-    return segments
 
 
-def _number_calls(segments: Iterable[Segment]) -> list[Segment]:
-    """Each observation of a call with the number of the call: they come in the same order."""
-    numbered, call = [], 0
+_THOUGHT_MARKS = re.compile(rf"<think>|</think>|{re.escape(IM_START)}")
+
+
+def _with_parts(segments: Iterable[Segment], prompt: str, tools: Collection[str]) -> Iterator[Segment]:
+    """The model's segments with their programs, and each observation of a call with the call's number: they come in the
+    same order."""
+    call = 0
+    in_thought = prompt.rstrip().endswith("<think>")
     for segment in segments:
-        if segment.kind == "observation" and not _is_unreadable(segment):
+        if segment.kind in ("model", "masked"):
+            segment = segment._replace(parts=tuple(_parts(segment.text, in_thought, tools)))
+        elif segment.kind == "observation" and not _is_unreadable(segment):
             segment = segment._replace(call=call)
             call += 1
-        numbered.append(segment)
-    return numbered
+        yield segment
+        if marks := _THOUGHT_MARKS.findall(segment.text):
+            in_thought = marks[-1] == "<think>"
+
+
+def _parts(text: str, in_thought: bool, tools: Collection[str]) -> Iterator[Part]:
+    """Prose and programs, in order: a call of another tool and one that cannot be read are shown as programs too."""
+    acted: Action | None = read_action(text, tools=tools, in_thought=in_thought).action
+    position = 0
+    for block in scan(text, over=True, in_thought=in_thought).blocks[:MAX_PROGRAMS]:
+        if block.kind == "hallucinated":
+            continue
+        written = text[block.start : block.end]
+        action = read_action(written, over=True, tools=tools).action
+        ran = isinstance(action, Code | ToolCall) and action == acted
+        acted = None if ran else acted
+        yield Part("prose", text[position : block.start])
+        yield Part("ran" if ran else "program", _program(action, written))
+        position = block.end
+    yield Part("prose", text[position:])
+
+
+def _program(action: Action, written: str) -> str:
+    if isinstance(action, Code):
+        return action.source
+    if isinstance(action, ToolCall):
+        return f"{action.name} {json.dumps(action.arguments, ensure_ascii=False, indent=2)}"
+    return written
 
 
 def _is_unreadable(segment: Segment) -> bool:
@@ -256,36 +320,49 @@ def _outcomes(calls: list[Call], segments: list[Segment]) -> list[str]:
     for segment in segments:
         if segment.kind == "observation":
             known = segment.call is not None and segment.call < len(calls)
-            found.append(calls[segment.call].outcome if known else "unreadable" if segment.call is None else "other")  # type: ignore[index]
+            found.append(
+                calls[segment.call].outcome if known else "unreadable" if segment.call is None else "other"  # type: ignore[index]
+            )
     answered = sum(segment.call is not None for segment in segments)
     found += [call.outcome for call in calls[answered:]]
     return [outcome if outcome in (*OUTCOMES, "unreadable") else "other" for outcome in found]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Groups
+# Advantages
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def advantages(samples: Sequence[Shown]) -> list[float | None]:
-    """GRPO's advantage of each sample in its group, by the plugin's default rules: (score - mean) / standard deviation.
+class Rule(NamedTuple):
+    """What a dump does not say of how its rewards became advantages: vime's arguments and the plugin's setting."""
 
-    Samples that are not trained on get 0 and are left out of both, and so does a whole group in which fewer than two
-    are left, or all are right or all wrong. None where a sample has no score or no group.
-    """
-    groups: dict[int | None, list[Shown]] = {}
-    for sample in samples:
-        if sample.score is not None and not sample.lost:
-            groups.setdefault(sample.group, []).append(sample)
-    return [_advantage(sample, groups.get(sample.group, [])) for sample in samples]
+    advantage_estimator: str = "grpo"
+    grpo_std_normalization: bool = True
+    rewards_normalization: bool = True
+    advantage_spread: str = "accuracy"
 
 
-def _advantage(sample: Shown, group: Sequence[Shown]) -> float | None:
-    if sample.score is None or sample.group is None:
-        return None
-    if sample.lost or len({other.score if other.right is None else other.right for other in group}) < 2:
-        return 0.0
-    scores = [other.score for other in group if other.score is not None]
-    mean = math.fsum(scores) / len(scores)
-    deviation = math.sqrt(math.fsum((score - mean) ** 2 for score in scores) / (len(scores) - 1))
-    return (sample.score - mean) / (deviation + EPSILON)
+class _Scored(SimpleNamespace):
+    """A sample as `normalize` reads it."""
+
+    Status = SimpleNamespace(ABORTED="aborted")
+
+
+def advantages(samples: Sequence[Shown], rule: Rule = Rule()) -> list[float | None]:  # noqa: B008, which is frozen
+    """What the plugin gives vime to train on; None where a sample has no score or no group."""
+    scored = {
+        place: _Scored(
+            group_index=sample.group,
+            reward={"score": sample.score} | ({} if sample.right is None else {"acc": sample.right}),
+            remove_sample=sample.removed,
+            status="aborted" if sample.aborted else "",
+            loss_mask=sample.mask,
+            response_length=sample.tokens,
+        )
+        for place, sample in enumerate(samples)
+        if sample.score is not None and sample.group is not None
+    }
+    arguments = SimpleNamespace(**rule._asdict(), n_samples_per_prompt=1, reward_key="score")
+    _, rewards = normalize(arguments, scored.values(), rule.advantage_spread)
+    found = dict(zip(scored, rewards, strict=True))
+    return [found.get(place) for place in range(len(samples))]

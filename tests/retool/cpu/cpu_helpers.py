@@ -1,4 +1,4 @@
-"""What the tests of the CPU run share: starting it as its script does, and looking at the processes that come of it."""
+"""What the tests of the CPU run share: starting it as its script does, and its input."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -56,39 +55,3 @@ def problem_file(folder: Path, *rows) -> Path:
 def fake_model(folder: Path) -> Path:
     (folder / "config.json").write_text('{"max_position_embeddings": 4096}')
     return folder
-
-
-def wait_for(condition, timeout: float = 120) -> None:
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come to pass in time"
-        time.sleep(0.1)
-
-
-def processes() -> dict[int, tuple[int, int]]:
-    """(parent, group) of every process that is not a zombie."""
-    found = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                state, parent, group = (entry / "stat").read_text().rpartition(")")[2].split()[:3]
-            except OSError:
-                continue
-            if state != "Z":
-                found[int(entry.name)] = (int(parent), int(group))
-    return found
-
-
-def group_of(group: int) -> set[int]:
-    return {pid for pid, (_, its_group) in processes().items() if its_group == group}
-
-
-def descendants(root: int) -> set[int]:
-    table, found = processes(), {root}
-    while more := {pid for pid, (parent, _) in table.items() if parent in found} - found:
-        found |= more
-    return found - {root}
-
-
-def assert_ended(pids: set[int]) -> None:
-    wait_for(lambda: not pids & processes().keys(), timeout=30)

@@ -16,7 +16,9 @@ from types import SimpleNamespace
 
 import pytest
 from cpu import model, options, report
-from cpu_helpers import ENVIRONMENT, assert_ended, descendants, finish, group_of, start, the_error, wait_for
+from cpu_helpers import ENVIRONMENT, EXAMPLE, finish, start, the_error
+from surroundings import worst
+from watching import assert_ended, descendants, group_of, wait_for
 
 pytestmark = [
     pytest.mark.engine,
@@ -28,9 +30,10 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def real(tmp_path_factory):
-    """One short run as a user starts it, on a terminal with colors, and a second one against the engine that it kept.
+    """One short run as a user starts it, with colors, and a second one against the engine that it kept.
 
-    No compiler is on the PATH, and TMPDIR is longer than a socket's path may be.
+    The first one from the worst surroundings: besides, no compiler is on the PATH, and TMPDIR is longer than a socket's
+    path may be.
     """
     folder = tmp_path_factory.mktemp("real")
     tmpdir = folder / ("x" * 120)
@@ -38,7 +41,13 @@ def real(tmp_path_factory):
     machine = {"PATH": str(without_compilers(folder / "bin")), "TMPDIR": str(tmpdir)}
     terminal = {"FORCE_COLOR": "1", "COLUMNS": "140"}
     options = ("--limit", 6, "--max-tokens", 320, "--output", folder / "out", "--keep-engine")
-    process = start(folder, *options, **machine, **terminal)
+    process = subprocess.Popen(
+        ["bash", EXAMPLE / "rollout_on_cpu.sh", *map(str, options)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        **worst(folder, ENVIRONMENT["RETOOL_CACHE"], **machine, **terminal),
+    )
     started: set[int] = set()
     wait_for(lambda: process.poll() is not None or started.update(descendants(process.pid)) or len(started) > 3, 600)
     first = finish(process)
@@ -108,7 +117,7 @@ def test_a_second_run_starts_at_once_on_the_engine_that_was_kept(real):
 def test_a_real_run_leaves_nothing_in_tmpdir_and_shared_memory(real):
     assert not list(real.tmpdir.iterdir())
     assert real.shared, "vLLM shares memory between its processes"
-    wait_for(lambda: not any(map(os.path.exists, real.shared)), timeout=30)
+    wait_for(lambda: not any(map(os.path.exists, real.shared)), 30)
 
 
 def test_a_real_run_executes_a_tool_call_that_the_model_wrote(real):
@@ -157,7 +166,7 @@ def test_an_engine_whose_process_is_killed_is_reported_by_that(tmp_path):
     """As the kernel does it where memory runs out; the log ends with requests and the shutdown of the rest."""
     process = start(tmp_path, "--output", tmp_path / "out")
     log = tmp_path / "out" / "engine.log"
-    wait_for(lambda: log.exists() and "/inference/v1/generate HTTP" in log.read_text(), timeout=600)
+    wait_for(lambda: log.exists() and "/inference/v1/generate HTTP" in log.read_text(), 600)
     [core] = [
         pid for pid in descendants(process.pid) if b"VLLM::EngineCore" in Path(f"/proc/{pid}/cmdline").read_bytes()
     ]

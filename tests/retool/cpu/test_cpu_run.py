@@ -16,22 +16,12 @@ from types import SimpleNamespace
 
 import pytest
 from cpu import options, problems, report, rollout, servers, storage
-from cpu_helpers import (
-    EXAMPLE,
-    assert_ended,
-    descendants,
-    fake_model,
-    finish,
-    group_of,
-    problem_file,
-    start,
-    the_error,
-    wait_for,
-)
+from cpu_helpers import EXAMPLE, fake_model, finish, problem_file, start, the_error
 from retool import observations
 from retool.processes import free_ports
 from scripted import ScriptedEngine, Turn
 from tool_sandbox import tool_registry
+from watching import assert_ended, descendants, group_of, wait_for
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Bad input
@@ -300,7 +290,7 @@ def test_servers_leave_no_temporary_file_and_no_shared_memory(tmp_path, cache):
     wait_for(lambda: killed.exit_code() == 137)
     servers.stop_server(killed)
     servers.stop_server(stopped)
-    wait_for(lambda: not any(memory.exists() for memory in memories) and not list(cache.iterdir()), timeout=60)
+    wait_for(lambda: not any(memory.exists() for memory in memories) and not list(cache.iterdir()), seconds=60)
 
 
 def cmdline(pid: int) -> bytes:

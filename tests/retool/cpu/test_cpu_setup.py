@@ -19,8 +19,9 @@ from pathlib import Path
 
 import pip
 import pytest
-from cpu_helpers import EXAMPLE, assert_ended, descendants, problem_file, wait_for
+from cpu_helpers import EXAMPLE, problem_file
 from retool.processes import free_ports
+from watching import assert_ended, descendants, wait_for
 
 ROLLOUT = EXAMPLE / "rollout_on_cpu.sh"
 VENV = EXAMPLE / "cpu" / "venv.sh"

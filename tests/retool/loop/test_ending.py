@@ -118,7 +118,7 @@ def own_rollout(args, rollout_id, data_source):
     thread.start()
     thread.join()
 
-ray.init(address="local", num_cpus=1, include_dashboard=False, runtime_env={"env_vars": {"PYTHONPATH": os.environ["PYTHONPATH"]}})
+ray.init(address=os.environ["RAY_ADDRESS"], runtime_env={"env_vars": {"PYTHONPATH": os.environ["PYTHONPATH"]}})
 manager = Manager.remote(sys.argv[1])
 ray.get(manager.__ray_ready__.remote())
 print("ready", time.monotonic(), flush=True)
@@ -133,11 +133,10 @@ finally:
 @pytest.mark.ray
 @needs_vime
 @pytest.mark.parametrize("mode, error", [("fully_async", "RayTaskError(EngineRefused)"), ("own", "ActorDiedError")])
-def test_the_driver_learns_the_cause(tmp_path, mode, error):
-    pytest.importorskip("ray")
+def test_the_driver_learns_the_cause(tmp_path, ray_cluster, mode, error):
     driver = tmp_path / "driver.py"
     driver.write_text(RAY_DRIVER)
-    env = environment()
+    env = {**environment(), "RAY_ADDRESS": ray_cluster}
     env["PYTHONPATH"] += os.pathsep + str(HERE)
     command = [sys.executable, str(driver), str(tmp_path), mode]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)

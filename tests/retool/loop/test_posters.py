@@ -68,7 +68,7 @@ def cancelled(distributed):
     on = asyncio.run(main())
     return {"goes_on": on, "abort_mode": read[0]}
 
-ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False,
+ray.init(address=os.environ["RAY_ADDRESS"], log_to_driver=False,
     runtime_env={"env_vars": {"PYTHONPATH": os.environ["PYTHONPATH"]}})
 print(json.dumps({"local": cancelled(False), "posters": cancelled(True)}), flush=True)
 os._exit(0)
@@ -76,12 +76,11 @@ os._exit(0)
 
 
 @pytest.mark.ray
-def test_a_cancelled_request_goes_on_behind_a_poster_and_so_none_is_cancelled(tmp_path):
-    pytest.importorskip("ray")
+def test_a_cancelled_request_goes_on_behind_a_poster_and_so_none_is_cancelled(tmp_path, ray_cluster):
     driver = tmp_path / "driver.py"
     driver.write_text(DRIVER)
     folders = [os.environ["VIME_ROOT"], str(HERE.parent), str(HERE.parents[2] / "examples" / "retool")]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(folders)}
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(folders), "RAY_ADDRESS": ray_cluster}
     done = subprocess.run([sys.executable, str(driver)], env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     result = json.loads(done.stdout.splitlines()[-1])

@@ -6,10 +6,10 @@ import os
 import shutil
 import signal
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from watching import wait_for
 
 ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.ray
@@ -27,11 +27,9 @@ def plugin(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def cluster(plugin):
+def cluster(plugin, ray_cluster):
     ray.init(
-        address="local",  # a cluster of its own, whatever runs here already
-        num_cpus=2,
-        include_dashboard=False,
+        address=ray_cluster,
         log_to_driver=False,
         runtime_env={"env_vars": {"PYTHONPATH": os.pathsep.join([str(plugin), *filter(None, sys.path)])}},
     )
@@ -84,13 +82,6 @@ class Host:
         await last_for_ever()
 
 
-def settled(measure, expected, seconds: float = 20.0):
-    deadline = time.monotonic() + seconds
-    while (value := measure()) != expected and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return value
-
-
 def test_calls_work_in_an_actor(cluster):
     host = ray.remote(Host).remote()
     _, niceness = ray.get(host.about.remote())
@@ -126,15 +117,15 @@ def test_nothing_is_left_of_a_task_that_ends_with_a_call_in_flight(cluster, sand
     before = sandboxes(ticks=20)  # a worker of Ray is used again, with its pre-forked children
     report = ray.remote(Report).options(num_cpus=0).remote()
     task = ray.remote(last_for_ever_in_a_task).options(max_retries=0).remote(report)
-    assert settled(lambda: len(ray.get(report.all.remote())), 1, 60) == 1
-    assert settled(lambda: bool(sandboxes(ticks=20) - before), True)
+    wait_for(lambda: ray.get(report.all.remote()))
+    wait_for(lambda: sandboxes(ticks=20) - before)
     if way == "kill -9":
         os.kill(ray.get(report.all.remote())[0], signal.SIGKILL)
     else:
         ray.cancel(task, force=way == "force")
     with pytest.raises(ray.exceptions.RayError):
         ray.get(task, timeout=60)
-    assert settled(lambda: sandboxes(ticks=20) - before, set()) == set()
+    wait_for(lambda: not sandboxes(ticks=20) - before)
     ray.kill(report)
 
 
@@ -158,17 +149,17 @@ def test_nothing_is_left_of_an_actor_that_ends_with_calls_in_flight(cluster, san
     assert ray.get(host.squares.remote(), timeout=120) == EXPECTED
     busy = sandboxes(ticks=20)  # the worker, maybe
     calls = [host.last_for_ever.remote() for _ in range(4)]
-    assert settled(lambda: len(sandboxes(ticks=20) - busy) >= 4, True)
+    wait_for(lambda: len(sandboxes(ticks=20) - busy) >= 4)
     if way == "cancel":
         for call in calls:
             ray.cancel(call)
         for call in calls:
             with pytest.raises((ray.exceptions.TaskCancelledError, ray.exceptions.RayTaskError)):
                 ray.get(call, timeout=60)
-        assert settled(lambda: sandboxes(ticks=20) - busy, set()) == set()
+        wait_for(lambda: not sandboxes(ticks=20) - busy)
         assert ray.get(host.squares.remote(), timeout=120) == EXPECTED
     if way == "kill -9":
         os.kill(process, signal.SIGKILL)
     else:
         ray.kill(host)
-    assert settled(lambda: sandboxes() - before, set()) == set()
+    wait_for(lambda: not sandboxes() - before)

@@ -97,12 +97,13 @@ class Browser:
         """ "light" or "dark"."""
         self._send("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": name}])
 
-    def open(self, page: Path) -> float:
+    def open(self, page: Path, link: str = "") -> float:
         """Open the page and wait until its table and its first sample are painted; gives the seconds it took."""
         self.messages.clear()
         self.requests.clear()
         started = time.monotonic()
-        self._send("Page.navigate", url=page.resolve().as_uri())
+        self._send("Page.navigate", url="about:blank")  # else another link to the same page would not load it
+        self._send("Page.navigate", url=page.resolve().as_uri() + link)
         self.wait("document.querySelector('.body') && document.querySelectorAll('#rows tr[data-row]').length")
         self.evaluate("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
         return time.monotonic() - started

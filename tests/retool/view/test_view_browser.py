@@ -11,7 +11,7 @@ import pytest
 from browser import CHROMIUM, Browser
 from retool import chat
 from view.load import Rollout
-from view.page import PARTS, SCRIPTS, Page
+from view.page import KATEX, PARTS, Page, katex
 from view.tokens import Vocabulary
 from view_helpers import BARE, INLINE, TOOL, byte_tokenizer, call_record, raw
 
@@ -34,10 +34,10 @@ def browser():
 def show(browser, tmp_path, vocabulary):
     """Opens a page of the given rollouts; the page must raise nothing, log nothing and fetch nothing."""
 
-    def opened(*rollouts, tokens=True, name="page"):
-        page = Page(vocabulary if tokens else None)
+    def opened(*rollouts, tokens=True, name="page", math="", datasets=()):
+        page = Page(vocabulary if tokens else None, math=math)
         for rollout in rollouts:
-            page.add(rollout if isinstance(rollout, Rollout) else Rollout("a.pt", 0, False, rollout, []))
+            page.add(rollout if isinstance(rollout, Rollout) else Rollout("a.pt", 0, False, rollout, []), datasets)
         path = tmp_path / "page.html"
         page.write(path, name)
         browser.size(1400, 860)
@@ -381,7 +381,190 @@ def test_huge_and_repeated_text_does_not_hang(show, text):
     assert browser.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 
+# --- links, copies, groups, evaluations -------------------------------------------------------------------------------
+
+
+def group_of(scores, group, **changes):
+    right = [dict(score=score, acc=score > 0, pred="") for score in scores]
+    return [raw(index=8 * group + n, group_index=group, reward=one, **changes) for n, one in enumerate(right)]
+
+
+def three_groups():
+    return [*group_of([1, 1], 0), *group_of([-1, 1], 1, question="Q1"), *group_of([-1, -1], 2, question="Q2")]
+
+
+@pytest.mark.parametrize("value, found", [("all right", [0, 1]), ("mixed", [8, 9]), ("all wrong", [16, 17])])
+def test_groups_by_how_many_are_right_and_charts_of_what_is_left(show, value, found):
+    browser = show(three_groups())
+    choose(browser, "Group", value)
+    assert numbers(browser) == found
+    share = {"all right": "100 %", "mixed": "50 %", "all wrong": "0 %"}[value]
+    assert browser.texts("#charts figcaption b")[1] == share and f"accuracy {share}" in browser.texts("#summary")[0]
+
+
+def test_a_link_leads_to_what_was_shown(show, tmp_path):
+    browser = show(three_groups())
+    choose(browser, "Result", "wrong")
+    browser.evaluate("[...document.querySelectorAll('#heads button')].find(b => b.textContent == 'adv.').click()")
+    browser.press("j")
+    for key, shown in [("g", ".column"), ("t", ".body.tokens")]:
+        browser.press(key)
+        browser.wait(f"document.querySelector('{shown}')")
+    browser.click("#query")
+    browser.evaluate(
+        "(() => { const q = document.getElementById('query'); q.value = 'Q2 6';"
+        " q.value = 'q2'; q.dispatchEvent(new Event('input')) })()"
+    )
+    browser.wait(
+        "location.hash.includes('q=q2') && !document.getElementById('summary').textContent.includes('searching')"
+    )
+    state = (
+        "[location.hash, document.querySelector('.detail h2').textContent, document.querySelector('.body').className,"
+    )
+    state += " document.querySelector('[aria-sort]').textContent, document.getElementById('query').value]"
+    before, table = browser.evaluate(state), rows(browser)
+    assert before[2:] == ["body group tokens", "adv.", "q2"] and [row[0] for row in table] == ["16", "17"]
+    browser.open(tmp_path / "page.html", before[0])
+    browser.wait("document.querySelector('.body.group.tokens')")
+    assert (browser.evaluate(state), rows(browser)) == (before, table)
+    browser.evaluate("location.hash = '#sort=nothing&sample=999&result=<b>&mix=mixed'")
+    browser.wait("document.querySelectorAll('#rows tr[data-row]').length == 2")  # what there is none of is left out
+
+
+def test_the_transcript_is_copied_as_it_is(show):
+    browser = show([raw([("a <b> \\boxed{1}", 1)], payload_text="PROMPT a <b> \\boxed{1}")], tokens=False)
+    browser.evaluate("navigator.clipboard.writeText = async (text) => { window.copied = text }")
+    browser.press("y")
+    browser.wait("document.getElementById('copy').textContent == 'Copied'")
+    assert browser.evaluate("window.copied") == "PROMPT a <b> \\boxed{1}"
+
+
+def test_the_next_match_is_in_this_sample_or_in_the_one_after_it(show):
+    browser = show([raw([("x needle " * n, 1)], index=n) for n in range(3)], tokens=False)
+    browser.press("/")
+    browser.type("needle")
+    browser.wait("document.querySelectorAll('#rows tr[data-row]').length == 2")
+    browser.press("Enter")
+    for sample in (1, 2):
+        browser.wait(
+            f"document.querySelector('.detail h2').textContent.startsWith('Sample {sample}') && "
+            f"CSS.highlights.get('search')?.size == {sample}"
+        )
+        for _ in range(sample):
+            browser.press("n")
+    assert browser.evaluate("document.querySelector('.detail h2').textContent").startswith("Sample 2")
+
+
+def test_the_same_problem_over_rollouts(show):
+    rollouts = [Rollout(f"{n}.pt", n, False, three_groups(), []) for n in range(3)]
+    browser = show(*rollouts)
+    choose(browser, "Group", "mixed")
+    browser.evaluate("document.querySelector('#rows tr[data-row]').click()")
+    browser.wait("document.querySelector('.detail h2').textContent.startsWith('Sample 8')")
+    browser.evaluate(
+        "[...document.querySelectorAll('.modes button')].find(b => b.textContent == 'In 3 rollouts').click()"
+    )
+    assert [row[1] for row in rows(browser)] == ["Q1"] * 6
+    assert browser.texts("#charts figure:nth-child(2) title") == [f"training {n}: 50 %" for n in range(3)]
+
+
+def test_an_evaluation_by_dataset_and_problem(show):
+    """As vime writes it: no groups, and each dataset's index starts at 0."""
+
+    def dataset(right):
+        rewards = [dict(score=float(one), acc=one, pred="") for one in right]
+        return [raw(index=n, group_index=None, question=f"Q{n // 2}", reward=r) for n, r in enumerate(rewards)]
+
+    samples = [*dataset([True, False, True, True]), *dataset([False, False, False, True])]
+    browser = show(Rollout("rollout_eval_20.pt", 20, True, samples, []), datasets=["aime24"])
+    heads = browser.texts("#heads th")
+    found = [dict(zip(heads, row, strict=True)) for row in rows(browser)]
+    assert [(row["rollout"], row["group"], row["pass"]) for row in found] == [
+        *[("e20 aime24", "0", "1/2")] * 2, *[("e20 aime24", "1", "2/2")] * 2,
+        *[("e20 dataset 2", "0", "0/2")] * 2, *[("e20 dataset 2", "1", "1/2")] * 2,
+    ]  # fmt: skip
+    assert {row["adv."] for row in found} == {"–"}  # nothing of it is trained on
+    browser.press("g")
+    browser.wait("document.querySelectorAll('.column').length == 2")
+    choose(browser, "Dataset", "aime24")
+    assert len(rows(browser)) == 4 and "accuracy 75 %" in browser.texts("#summary")[0]
+
+
+# --- mathematics ------------------------------------------------------------------------------------------------------
+
+FORMULAS = {
+    "$x^2$": "x2",
+    "\\(\\frac{a}{b}\\)": "ab",
+    "$$\\mathbb{R}$$": "ℝ",
+    "\\[ \\sqrt{2} \\]": "2",
+    "\\boxed{\\frac12}": "12",
+}
+NO_FORMULAS = [
+    "it costs $5 and $6", "$", "$$", "\\[ open", "\\boxed{", "$\\undefined{x}$", "$\\href{javascript:window.ran=1}{x}$",
+    "$\\includegraphics{http://example.com/a.png}$", "\\(\\htmlStyle{color: red}{x}\\)", "$\\def\\a{\\a\\a}\\a$",
+    "$\\url{http://example.com}$", "$\\htmlData{a=b}{x}$",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("with_katex", [True, False])
+def test_formulas_are_drawn_and_all_else_stays_text(show, with_katex):
+    assert katex(), f"the tests need {KATEX}"
+    browser = show(
+        [raw([("\n\n".join([*FORMULAS, *NO_FORMULAS]) + chat.IM_END, 1)])], math=katex() if with_katex else ""
+    )
+    if with_katex:
+        browser.wait("document.querySelector('.model math')")
+    drawn = browser.evaluate(
+        "[...document.querySelectorAll('.model .math')].filter(m => m.querySelector('math')).map(m =>"
+        " [m.title, m.querySelector('semantics').firstChild.textContent])"
+    )
+    assert dict(drawn) == (FORMULAS if with_katex else {})
+    said = browser.evaluate("document.querySelector('.model .content').textContent")
+    assert all(text in said for text in NO_FORMULAS)
+    assert browser.evaluate(
+        "window.ran === undefined && !document.querySelector('.model [href], .model [src], .model img')"
+    )
+    if with_katex:
+        browser.press("m")
+        browser.wait("!document.querySelector('.model math')")
+    assert "$x^2$" in browser.evaluate("document.querySelector('.model .content').innerText")
+
+
 # --- looks and access ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width", [1400, 1024])
+def test_the_problem_is_the_widest_column_and_titles_do_not_overlap(show, width):
+    long = "Let $n$ be the smallest positive integer that " + "is divisible by 7 and " * 20 + "ends in 3."
+    samples = [raw(index=n, question=long, calls=[call_record(o) for o in LONG_OUTCOMES]) for n in range(8)]
+    for rollouts in ([samples], [samples, samples]):
+        browser = show(*(Rollout(f"{n}.pt", n, False, one, []) for n, one in enumerate(rollouts)))
+        browser.size(width, 768)
+        widths = dict(
+            browser.evaluate("[...document.querySelectorAll('#heads th')].map(h => [h.textContent, h.offsetWidth])")
+        )
+        assert max(widths, key=widths.get) == "problem" and widths["problem"] >= 160, widths
+        assert browser.evaluate("document.querySelector('#rows .problem').title") == long
+        assert browser.evaluate(
+            "document.querySelector('.scroller').scrollWidth <= document.querySelector('.scroller').clientWidth"
+        )
+        assert browser.evaluate(OVERLAPS) == []
+
+
+LONG_OUTCOMES = ["ok", "too_long", "not_found", "invalid", "crashed", "refused", "timeout", "memory", "error"]
+OVERLAPS = """(() => {
+  const overlaps = [];
+  for (const figure of document.querySelectorAll('#charts figure')) {
+    const boxes = [...figure.querySelectorAll('figcaption > *, text')].map(e => [e.textContent, e.getBoundingClientRect()]);
+    const outside = figure.getBoundingClientRect();
+    boxes.forEach(([name, a], at) => {
+      if (a.right > outside.right + 1 || a.left < outside.left - 1) overlaps.push(name);
+      for (const [other, b] of boxes.slice(at + 1))
+        if (a.left < b.right && b.left < a.right && a.top + 1 < b.bottom && b.top + 1 < a.bottom) overlaps.push([name, other]);
+    });
+  }
+  return overlaps;
+})()"""
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -437,9 +620,8 @@ def test_narrow_the_sample_covers_the_table_until_one_goes_back(show):
 
 
 @pytest.mark.skipif(not shutil.which("node"), reason="node is not installed: apt install nodejs")
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_the_scripts_are_well_formed(name):
-    ran = subprocess.run(["node", "--check", str(PARTS / name)], capture_output=True, text=True)
+def test_the_script_is_well_formed():
+    ran = subprocess.run(["node", "--check", str(PARTS / "page.js")], capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
 
 

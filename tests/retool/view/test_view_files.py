@@ -1,7 +1,9 @@
 """Rollout files: read without torch and without running what is in them, and bad ones answered in one line."""
 
 import json
+import os
 import pickle
+import re
 import subprocess
 import sys
 import zipfile
@@ -182,3 +184,20 @@ def test_the_page_never_replaces_what_it_shows(tmp_path):
 def test_a_tokenizer_is_read(tmp_path):
     good = save(tmp_path / "good.pt", [raw()])
     assert view_rollouts.main([str(good), "--tokenizer", str(byte_tokenizer(tmp_path / "model"))]) == 0
+
+
+@pytest.mark.skipif("VIME_ROOT" not in os.environ, reason="VIME_ROOT names no vime checkout")
+def test_vimes_own_timeline_draws_the_plugins_spans_of_the_same_file(tmp_path, monkeypatch):
+    from scripted import Rollout, Turn, call
+
+    rollout = Rollout(monkeypatch)
+    try:
+        sample = rollout.run([Turn(call("print(1)")), Turn("Answer: \\boxed{1}<|im_end|>")])
+    finally:
+        rollout.close()
+    file = save(tmp_path / "rollout_0.pt", [sample.to_dict()])
+    viewer = Path(os.environ["VIME_ROOT"], "tools", "trace_timeline_viewer.py")
+    subprocess.run([sys.executable, viewer, file, "--no-serve"], check=True, capture_output=True)
+    drawn = "".join(path.read_text() for path in tmp_path.glob("*.json"))
+    assert set(re.findall(r'"name": ?"(retool_\w+)"', drawn)) == {"retool_turn", "retool_tool_call"}
+    assert load(file).samples[0]["response"] == sample.response

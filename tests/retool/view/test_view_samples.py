@@ -6,19 +6,19 @@ import json
 import math
 import random
 import re
-import struct
 import zlib
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import view_rollouts
 from retool import chat
 from view.load import Rollout
-from view.page import LOG_PROB_SCALE, PARTS, Page, _json, _lengths, _policy, _quantized, _runs, _script
-from view.samples import KINDS, advantages, read
+from view.page import PARTS, Page, _hundredths, _json, _policy, _script
+from view.samples import KINDS, Rule, advantages, read
 from view.tokens import Vocabulary
-from view_helpers import BARE, INLINE, QUESTION, TOOL, byte_tokenizer, call_record, raw
+from view_helpers import BARE, INLINE, QUESTION, TOOL, byte_tokenizer, call_record, raw, save
 
 UNREADABLE = "Your previous action is invalid: no closing tag."
 
@@ -62,6 +62,50 @@ def test_segments_with_tokens(vocabulary):
     assert [segment.text for segment in sample.segments] == [text for text, _ in PARTS_OF_ALL_KINDS]
     assert sample.outcomes == ["ok", "unreadable", "timeout"]
     assert not gaps and set(KINDS) == {segment.kind for segment in sample.segments}
+
+
+PROGRAMS = {
+    "a closing tag in a string": ("<code>\ns = '</code>'\nprint(s)\n</code>", [("ran", "s = '</code>'\nprint(s)")]),
+    "a closing tag in JSON": (
+        'so <tool_call>\n{"name": "code_interpreter", "arguments": {"code": "s = \'</tool_call>\'"}}\n</tool_call>',
+        [("prose", "so "), ("ran", "s = '</tool_call>'")],
+    ),
+    "Qwen3-Coder's form": (
+        "<function=code_interpreter>\n<parameter=code>\nprint(1)\n</parameter>\n</function>",
+        [("ran", "print(1)")],
+    ),
+    "the first of two": ("<code>1</code> and <code>2</code>", [("ran", "1"), ("prose", " and "), ("program", "2")]),
+    "code beside an answer": (
+        "```py\n1\n```\n\\boxed{1}" + chat.IM_END,
+        [("program", "1"), ("prose", "\n\\boxed{1}" + chat.IM_END)],
+    ),
+    "another tool": (
+        '<tool_call>{"name": "search", "arguments": {"q": "π"}}</tool_call>',
+        [("ran", 'search {\n  "q": "π"\n}')],
+    ),
+    "what cannot be read": ("<tool_call>{</tool_call>", [("program", "<tool_call>{</tool_call>")]),
+    "what is not closed": ("<code>print(1)", [("prose", "<code>print(1)")]),
+    "a frame in a string": (
+        f"<code>\ns = '''{INLINE.before}x{INLINE.after}'''\n</code>",
+        [("ran", f"s = '''{INLINE.before}x{INLINE.after}'''")],
+    ),
+}
+
+
+@pytest.mark.parametrize("text, parts", PROGRAMS.values(), ids=PROGRAMS)
+def test_the_program_is_the_one_that_ran(text, parts, vocabulary):
+    sample, _ = shown(raw([(text, 1)], calls=[call_record() | {"kind": "search"}]), vocabulary)
+    [segment] = sample.segments
+    assert segment.text == text and [part for part in segment.parts if part.text] == parts
+
+
+def test_a_thought_that_the_prompt_opened_is_read_as_the_loop_reads_it():
+    from retool.actions import Code, read_action
+
+    text = "<code>1</code>\n</think>\n```py\n2\n```"
+    [segment] = shown(raw([(text, 1)], payload_text="<think>\n" + text))[0].segments
+    ran = [part.text for part in segment.parts if part.kind == "ran"]
+    assert [Code(one, "code") for one in ran] == [read_action(text, in_thought=True).action]
 
 
 def test_segments_without_a_tokenizer():
@@ -151,7 +195,7 @@ def test_what_is_missing_is_said():
     ],
 )
 def test_the_problem_is_the_last_user_turn(prompt, preview):
-    assert shown(raw(prompt=prompt))[0].preview == preview
+    assert shown(raw(prompt=prompt))[0].problem == preview
 
 
 def test_prompts(vocabulary):
@@ -189,17 +233,27 @@ def test_without_a_score_or_a_group_there_is_no_advantage():
     assert advantages([scored(0, reward=None), scored(1, group_index=None)]) == [None, None]
 
 
-def test_the_advantages_are_those_that_are_trained_on():
+RULES = [
+    Rule(),
+    Rule(advantage_spread="score"),
+    Rule(grpo_std_normalization=False),
+    Rule(rewards_normalization=False),
+    Rule(advantage_estimator="reinforce_plus_plus_baseline"),
+    Rule(advantage_estimator="ppo"),
+]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_the_advantages_are_those_that_are_trained_on(rule):
     """Over random groups, by the function that the plugin gives to vime."""
-    plugins = pytest.importorskip("retool.advantages", reason="the plugin has no normalization of its own here")
+    from retool.advantages import normalize
 
     from vime.utils.types import Sample
 
     rng = random.Random(0)
     length = raw()["response_length"]
-    args = SimpleNamespace(advantage_estimator="grpo", rewards_normalization=True, grpo_std_normalization=True)
-    args.n_samples_per_prompt, args.reward_key = 4, "score"
-    for _ in range(200):
+    args = SimpleNamespace(**rule._asdict(), n_samples_per_prompt=4, reward_key="score")
+    for _ in range(50):
         raws = []
         for index in range(12):
             score = rng.choice([1.0, -1.0, -0.95, -0.6])
@@ -211,8 +265,22 @@ def test_the_advantages_are_those_that_are_trained_on():
         samples = [Sample(**{name: value for name, value in one.items() if name != "status"}) for one in raws]
         for sample, one in zip(samples, raws, strict=True):
             sample.status = Sample.Status(one["status"])
-        _, expected = plugins.normalize(args, samples, "accuracy")
-        assert advantages([shown(one)[0] for one in raws]) == pytest.approx(expected)
+        _, expected = normalize(args, samples, rule.advantage_spread)
+        assert advantages([shown(one)[0] for one in raws], rule) == pytest.approx(expected)
+
+
+def test_the_rule_is_named_as_the_run_named_it(tmp_path):
+    scores = [-1.0, -0.9, -0.8, -0.7]
+    samples = [raw(index=n, reward={"score": one, "acc": False, "pred": ""}) for n, one in enumerate(scores)]
+    file = save(tmp_path / "a.pt", samples)
+    for flags, expected in (
+        ([], [0, 0, 0, 0]),
+        (["--advantage-spread", "score"], [-1.161886, -0.387295, 0.387295, 1.161886]),
+        (["--advantage-spread", "score", "--disable-grpo-std-normalization"], [-0.15, -0.05, 0.05, 0.15]),
+    ):
+        assert view_rollouts.main([str(file), *flags]) == 0
+        index = re.search(r'id="index">(.*?)</script>', (tmp_path / "a.html").read_text())[1]
+        assert json.loads(index)["samples"]["advantage"] == pytest.approx(expected, abs=1e-5)
 
 
 # --- tokens ----------------------------------------------------------------------------------------------------------
@@ -255,19 +323,9 @@ def test_pieces_of_a_tokenizer_of_another_kind(tmp_path):
 # --- the page's format -----------------------------------------------------------------------------------------------
 
 
-def unpacked(chunk: str):
-    data = zlib.decompress(base64.b64decode(chunk), -zlib.MAX_WBITS)
-    parts = []
-    for _ in range(2):
-        [length] = struct.unpack_from("<I", data)
-        parts.append(data[4 : 4 + length].decode())
-        data = data[4 + length :]
-    return json.loads(parts[0]), parts[1], data
-
-
 def chunks(page: Path, letter: str):
     found = re.findall(rf'<script type="text/plain" id="{letter}\d+">([^<]*)</script>', page.read_text())
-    return [unpacked(chunk) for chunk in found]
+    return [json.loads(zlib.decompress(base64.b64decode(chunk), -zlib.MAX_WBITS)) for chunk in found]
 
 
 def test_a_sample_is_whole_in_the_page(tmp_path, vocabulary):
@@ -275,30 +333,19 @@ def test_a_sample_is_whole_in_the_page(tmp_path, vocabulary):
     text = "a🎉b" + "x" * 5
     page.add(Rollout("a.pt", 0, False, [raw([(text, 1), ("\ud800", 1)]), raw()], []))
     page.write(tmp_path / "page.html", "a")
-    [(header, found, rest), _] = chunks(tmp_path / "page.html", "s")
-    assert found == text + "?"  # the byte in the place of a surrogate, which has none
-    count = header["tokens"]
-    assert len(rest) == 2 * count == 2 * len((text + "?").encode())
-    assert sum(rest[:count]) == len(found.encode("utf-16-le")) // 2 == header["segments"][0][1]
+    [sample, _] = chunks(tmp_path / "page.html", "s")
+    assert sample["text"] == text + "?"  # the byte in the place of a surrogate, which has none
+    count = len((text + "?").encode())
+    assert len(sample["lengths"]) == len(sample["logProbs"]) == count
+    assert sum(sample["lengths"]) == len(sample["text"]) == sample["segments"][0][1]
     assert len(chunks(tmp_path / "page.html", "p")) == 1  # two samples of one prompt
-
-
-def test_lengths_of_long_tokens():
-    assert _lengths(["ab", "", "🎉"]) == bytes([2, 0, 2])
-    assert _lengths(["x" * 255, "y", "z" * 511]) == bytes([255, 0, 1, 255, 255, 1])
 
 
 def test_log_probs_keep_their_size():
     for value in (-1e-6, -0.01, -0.5, -1.0, -3.0, -12.0, -23.0):
-        [byte] = _quantized([value])
-        assert -((byte / LOG_PROB_SCALE) ** 3) == pytest.approx(value, rel=0.06, abs=1e-5)
-    assert _quantized([0.0, 1e-9, -9999.0, -math.inf, -(10**400), None, math.nan]) == bytes(
-        [0, 0, 254, 254, 254, 255, 255]
-    )
-
-
-def test_runs():
-    assert _runs([1, 1, 0, 1]) == [2, 1, 1] and _runs([0, 0]) == [0, 2] and _runs([]) == [0]
+        assert _hundredths(value) / 100 == pytest.approx(value, rel=0.06, abs=1e-5)
+    extremes = (0.0, 1e-9, -9999.0, -math.inf, -(10**400), None, math.nan)
+    assert [_hundredths(value) for value in extremes] == [0, 0, -9900, -9900, -9900, None, None]
 
 
 def test_the_index_cannot_end_its_element():
