@@ -328,39 +328,20 @@ def _resumed(settings: Settings, words: Sequence[str]) -> Iterator[Finding]:
 
 
 def _disk(settings: Settings, words: Sequence[str]) -> Iterator[Finding]:
-    """Room for the conversion and the first checkpoint is needed; for all that will be written, it is worth a word."""
+    """Room for the conversion and the first checkpoint is needed; for all that will be kept, it is worth a word."""
     weights, per_parameter = checkpoints.weight_bytes(settings.hf_checkpoint)
-    per_checkpoint = BYTES_PER_PARAMETER if "--no-save-optim" not in words else 2
-    checkpoint = weights // per_parameter * per_checkpoint
-    writes = [(settings.saved_to, checkpoint)]
-    if settings.ref_made and not checkpoints.is_whole(settings.ref_load):
-        writes.append((settings.ref_load, weights))
-    for device in {os.stat(existing(folder)).st_dev for folder, _ in writes}:
-        here = [(folder, size) for folder, size in writes if os.stat(existing(folder)).st_dev == device]
-        folder, needed = existing(here[0][0]), sum(size for _, size in here)
-        status = os.statvfs(folder)
-        free = status.f_bavail * status.f_frsize
-        if free < needed:
-            what = " and ".join(f"{_gigabytes(size)} in {name}" for name, size in here)
-            yield missing(f"{folder} has {_gigabytes(free)} free, and the launch writes {what}; make room there")
-        elif here[0][0] == settings.saved_to and (count := _checkpoints(words)) * checkpoint > free:
-            yield warning(
-                f"SAVE: {folder} has {_gigabytes(free)} free, and {count} checkpoints of {_gigabytes(checkpoint)} are to "
-                "be written; --save-retain-interval or --no-save-optim write less"
-            )
-
-
-def _checkpoints(words: Sequence[str]) -> int:
-    """How many checkpoints are kept at the end; vime saves at the end of each epoch as well."""
-    rollouts, interval = number("--num-rollout", words), number("--save-interval", words) or 1
-    if rollouts is None:
-        return number("--num-epoch", words) or 1
-    retained = number("--save-retain-interval", words)
-    return -(-rollouts // (retained or interval)) + bool(retained)
-
-
-def _gigabytes(size: int) -> str:
-    return f"{size / 1e9:.3g} GB"
+    checkpoint = weights // per_parameter * (2 if "--no-save-optim" in words else BYTES_PER_PARAMETER)
+    converted = 0 if checkpoints.is_whole(settings.ref_load) else weights  # beside the model, mostly on the same disk
+    interval = number("--save-retain-interval", words) or number("--save-interval", words) or 1
+    rollouts = number("--num-rollout", words)
+    count = math.ceil(rollouts / interval) if rollouts else number("--num-epoch", words) or 1
+    disk = shutil.disk_usage(existing(settings.saved_to))
+    room = f"SAVE: {disk.free / 1e9:.3g} GB are free for {settings.saved_to}, and the run writes"
+    each = f"of {checkpoint / 1e9:.3g} GB; --no-save-optim or, for fewer of them, --save-retain-interval writes less"
+    if disk.free < checkpoint + converted:
+        yield missing(f"{room} {converted / 1e9:.3g} GB for REF_LOAD and checkpoints {each}")
+    elif disk.free < checkpoint * count + converted:
+        yield warning(f"{room} {count} checkpoints {each}")
 
 
 def _data(settings: Settings, words: Sequence[str]) -> Iterator[Finding]:

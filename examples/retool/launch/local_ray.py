@@ -35,7 +35,7 @@ from launch.checkpoints import note_start
 from launch.checks import resources
 from launch.convert import convert
 from launch.settings import Launch
-from retool.processes import LOOPBACK, free_ports, last_log_line
+from retool.processes import LOOPBACK, free_ports, last_log_line, loopback_directly
 from retool.supervise import LaunchError, exit_code, locked, supervise
 
 MAX_START_SECONDS = 300.0
@@ -99,8 +99,7 @@ def cluster_environment(base: Mapping[str, str], settings: Mapping[str, str], di
         environment.pop(name, None)
     if key := environment.pop("WANDB_KEY", ""):
         environment["WANDB_API_KEY"] = key
-    for name in ("no_proxy", "NO_PROXY"):
-        environment[name] = ",".join(filter(None, [environment.get(name), LOOPBACK, "localhost"]))
+    environment |= loopback_directly(environment)
     temporary = directory / "tmp"
     temporary.mkdir()
     environment |= {

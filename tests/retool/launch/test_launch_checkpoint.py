@@ -6,7 +6,8 @@ import signal
 import subprocess
 
 import pytest
-from launch_helpers import EXAMPLE, LAUNCHED, alive, run_script, wait_for
+from launch_helpers import EXAMPLE, LAUNCHED, run_script
+from watching import alive, wait_for
 
 
 def test_a_missing_checkpoint_is_converted_and_then_the_job_starts(tree):

@@ -15,7 +15,8 @@ from unittest import mock
 
 import pytest
 from launch import main, ray_job
-from launch_helpers import ARGUMENTS, EXAMPLE, SECRET, alive, dry_run, flags_of, job_words, known_flags, run, wait_for
+from launch_helpers import ARGUMENTS, EXAMPLE, SECRET, dry_run, flags_of, job_words, known_flags, run
+from watching import alive, wait_for
 
 QWEN3 = {
     "architectures": ["Qwen3ForCausalLM"],

@@ -13,8 +13,9 @@ from types import SimpleNamespace
 
 import pytest
 from launch import local_ray, ray_job
-from launch_helpers import EXAMPLE, LAUNCHED, SECRET, Tree, alive, job_words, make_tree, run_script, wait_for
+from launch_helpers import EXAMPLE, LAUNCHED, SECRET, Tree, job_words, make_tree, run_script
 from retool.supervise import LaunchError
+from watching import alive, descendants, wait_for
 
 # A cluster of the job's own, with a program in Ray's place -----------------------------------------------------------
 
@@ -336,13 +337,7 @@ def test_launches_on_real_ray(tree, tmp_path, short_tmp):
     assert process.poll() is None and all(alive(pid) for pid in pids)
 
     # Ray's dashboard is not needed.
-    [dashboard] = [
-        int(entry.name)
-        for entry in Path("/proc").iterdir()
-        if entry.name.isdigit()
-        and f"--temp-dir={directory}/r" in command_line(entry)
-        and "dashboard.py" in command_line(entry)
-    ]
+    [dashboard] = [pid for pid in descendants(process.pid) if "/dashboard.py" in command_line(pid)]
     os.kill(dashboard, signal.SIGKILL)
     assert wait_for(lambda: not alive(dashboard), 30)
     assert process.poll() is None and all(alive(pid) for pid in pids)
@@ -361,8 +356,5 @@ def in_shell(tree: Tree, program: str) -> subprocess.CompletedProcess:
     )
 
 
-def command_line(process: Path) -> str:
-    try:
-        return (process / "cmdline").read_text().replace("\0", " ")
-    except OSError:
-        return ""
+def command_line(pid: int) -> str:
+    return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
