@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -82,9 +83,10 @@ class Launch(NamedTuple):
         return Path(self.settings.saved_to, ".retool.lock")
 
 
-_MAKE_SFT = f"python {PLUGIN}/sft_data_processing.py --output {{path}}"
-_MAKE_RL = f"python {PLUGIN}/rl_data_preprocess.py --exclude {{eval}} --output {{path}}"
-_MAKE_EVAL = f"python {PLUGIN}/rl_data_preprocess.py --dataset zhuzilin/aime-2024 --output {{path}}"
+_SCRIPTS = shlex.quote(str(PLUGIN))
+_MAKE_SFT = f"python {_SCRIPTS}/sft_data_processing.py --output {{path}}"
+_MAKE_RL = f"python {_SCRIPTS}/rl_data_preprocess.py --exclude {{eval}} --output {{path}}"
+_MAKE_EVAL = f"python {_SCRIPTS}/rl_data_preprocess.py --dataset zhuzilin/aime-2024 --output {{path}}"
 STAGES = {
     "sft": Stage(
         "sft",
@@ -161,10 +163,11 @@ def data_files(stage: Stage, vime: str, downloads: str, environ: Mapping[str, st
         made, downloaded = os.path.join(vime, "data", "retool", data.made), os.path.join(downloads, data.downloaded)
         found = made if has_content(made) or not has_content(downloaded) else downloaded
         paths[data.variable] = os.path.abspath(environ.get(data.variable) or found)
+    files = {variable: shlex.quote(path.partition("@[")[0]) for variable, path in paths.items()}
     return tuple(
         data._replace(
             path=paths[data.variable],
-            command=data.command.format(path=paths[data.variable], eval=paths.get("EVAL_DATA")),
+            command=data.command.format(path=files[data.variable], eval=files.get("EVAL_DATA")),
         )
         for data in stage.data
     )

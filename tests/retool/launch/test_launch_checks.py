@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import shutil
 from pathlib import Path
 from unittest import mock
@@ -450,11 +451,11 @@ def test_data_that_flags_name_are_looked_into_with_the_keys_that_flags_name(tree
 
 
 def test_the_remedy_for_missing_data_is_the_guides_command(tree):
-    missing = {"PROMPT_DATA": str(tree.root / "p.jsonl"), "EVAL_DATA": str(tree.root / "e.jsonl")}
-    error = run(tree, "rl", **missing).err
-    script = f"python {EXAMPLE}/rl_data_preprocess.py"
-    assert f"{script} --exclude {missing['EVAL_DATA']} --output {missing['PROMPT_DATA']}\n" in error
-    assert f"{script} --dataset zhuzilin/aime-2024 --output {missing['EVAL_DATA']}\n" in error
+    data = {"PROMPT_DATA": str(tree.root / "p.jsonl"), "EVAL_DATA": str(tree.root / "e.jsonl")}
+    error = run(tree, "rl", PROMPT_DATA=data["PROMPT_DATA"], EVAL_DATA=f"{data['EVAL_DATA']}@[0:4]").err
+    script, paths = f"python {EXAMPLE}/rl_data_preprocess.py", {name: shlex.quote(path) for name, path in data.items()}
+    assert f"{script} --exclude {paths['EVAL_DATA']} --output {paths['PROMPT_DATA']}\n" in error
+    assert f"{script} --dataset zhuzilin/aime-2024 --output {paths['EVAL_DATA']}\n" in error
 
 
 @both

@@ -15,6 +15,7 @@ import pytest
 from launch import local_ray, ray_job
 from launch_helpers import EXAMPLE, LAUNCHED, SECRET, Tree, job_words, make_tree, run_script
 from retool.supervise import LaunchError
+from surroundings import NAME, worst
 from watching import alive, descendants, wait_for
 
 # A cluster of the job's own, with a program in Ray's place -----------------------------------------------------------
@@ -92,10 +93,14 @@ sys.exit(int(os.environ["FAKE_EXIT"]))
 """
 
 
-def start_fake(tree: Tree, tmp: Path, *flags: str, **changes) -> subprocess.Popen:
+def put_programs_in_place_of_ray(tree: Tree) -> None:
     (tree.root / "bin" / "ray.py").write_text(FAKE_RAY)
     (tree.root / "bin" / "ray").write_text(f'#!/bin/sh\nexec "{sys.executable}" "{tree.root}/bin/ray.py" "$@"\n')
     (tree.vime / "train.py").write_text(FAKE_TRAIN)
+
+
+def start_fake(tree: Tree, tmp: Path, *flags: str, **changes) -> subprocess.Popen:
+    put_programs_in_place_of_ray(tree)
     return start(tree, tmp, *flags, **changes)
 
 
@@ -135,6 +140,19 @@ def test_output_of_any_kind_is_shown_to_its_end(tree, short_tmp):
     assert process.wait(timeout=120) == 0
     shown = (tree.root / "out").read_bytes()
     assert b"\xff not UTF-8\n" + b"x" * 5_000_000 + b"\nthe end\n" in shown
+
+
+def test_it_does_not_matter_from_where_a_launch_is_started(tree, tmp_path):
+    put_programs_in_place_of_ray(tree)
+    shutil.rmtree(tree.converted)
+    settings = tree.environment(
+        FAKE_REPORT=str(tree.root / "report.json"), FAKE_EXIT="0", RAY_ADDRESS="", PYTHONPATH=""
+    )
+    surroundings = worst(tmp_path, cache=str(tmp_path), **{**settings, "HOME": str(tmp_path / NAME / "home")})
+    command = ["bash", str(EXAMPLE / "retool_qwen3_4b_rl.sh")]
+    result = subprocess.run(command, **surroundings, capture_output=True, timeout=120)
+    assert result.returncode == 0 and result.stdout.endswith(b"the end\n"), result.stderr
+    assert not any(alive(pid) for pid in pids_of(tree))
 
 
 def test_a_closed_pipe_does_not_end_the_job(tree, short_tmp):
