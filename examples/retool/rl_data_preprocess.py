@@ -3,14 +3,14 @@
 
     row  ->  Problem(text, label)  ->  first pass: candidates on disk, labels by key  ->  second pass: output
 
-The published training files wrap each of some 17 thousand problems in two sentences that ask for a line that begins with
-"Answer:", and the original one repeats them over 1.79 million rows. Here every problem is kept once, in the order of first appearance, without
-those sentences (the system text of RL asks for the answer), with its label as a string. A problem that comes with two
-different labels cannot be scored, so all of it is left out, and so is a problem of an evaluation file given by
---exclude. Whatever is left out is counted and printed.
+The published training files wrap each of some 17 thousand problems in two sentences that ask for a line that begins
+with "Answer:", and the original one repeats them over 1.79 million rows. Here every problem is kept once, in the order
+of first appearance, without those sentences (the system text of RL asks for the answer), with its label as a string. A
+problem that comes with two different labels cannot be scored, so all of it is left out, and so is a problem of an
+evaluation file given by --exclude. Whatever is left out is counted and printed.
 
-A label is what the answer is compared with: of a worked solution it is what stands after "####" or in its last box, and
-a row whose label cannot be told is a bad row, never a guess.
+A label is what the answer is compared with: of a worked solution it is what stands after "####" or in its last box,
+and a row whose label cannot be told is a bad row, never a guess.
 
 Invariant: memory holds one key and one label per different problem, never the texts, so it does not grow with the
 rows; that a problem is contradicted is known only at the end, hence the second pass over the candidates.
@@ -27,28 +27,31 @@ import sys
 import tempfile
 import unicodedata
 from collections.abc import Collection, Iterable
+from decimal import Decimal
 from hashlib import blake2b
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from retool import actions
+from retool import actions, answers
+from retool.chat import CODE_INTERPRETER, IM_START, render_prompt
+from retool.conversations import openai_messages, text_content
 from retool.data_io import (
     MAX_BAD_ROWS_SHOWN,
+    PICTURE_FIELDS,
     BadRows,
     DataError,
     Row,
     RowError,
+    add_arguments,
     atomic_output,
-    default_output,
     find_data_files,
-    openai_messages,
+    find_input_and_output,
+    parse,
     read_rows,
     readable,
     run_script,
-    text_content,
 )
 
-DATASET_HELP = "OWNER/NAME of the hub, first looked for below RETOOL_DOWNLOADS (/root); a directory; or a file"
 DEFAULT_DATASET = "zhuzilin/dapo-math-17k"
 PROMPT_FIELDS = ("prompt", "problem", "question", "input")
 CONVERSATION_FIELDS = ("conversations", "messages")  # whose last message is a worked solution
@@ -67,10 +70,26 @@ INSTRUCTION_AFTER = re.compile(
     r"Remember to put your answer on its own line after [\"“']Answer:[\"”']"
     r"(?:, and you do not need to use a \\boxed command)?\.?\s*\Z"
 )
-INTEGER = re.compile(r"[+-]?\d+")
+# What data sets write where there is no answer, and the columns in which NuminaMath-1.5 says so.
+NO_ANSWERS = ("proof", "notfound", "not found", "n/a", "na", "none", "null", "nil", "nan", "unknown", "no answer")
+MARKS = {
+    "question_type": lambda kind: kind != "proof",
+    "problem_is_valid": lambda valid: valid in ("yes", "true", "1"),
+    "solution_is_valid": lambda valid: valid in ("yes", "true", "1"),
+}
+ONE_IN_LIST = re.compile(r"""\[\s*(?:(['"])(?P<text>(?:(?!\1)[^\\])*)\1|(?P<number>-?\d+(?:\.\d+)?))\s*\]""")
+ANSWER_IS = re.compile(
+    r"\W*(?:(?:so|hence|thus|therefore)\W+)?(?:the )?(?:final |correct )?answer\W*(?:\bis\b|[:=])[\s*:]*(?P<answer>.+?)\.?",
+    re.I,
+)
+DECIMAL = re.compile(r"[+-]?(?:\d+\.\d{12,}|\d+(?:\.\d+)?e[+-]?\d{1,3})", re.I)
 # For --exclude: a problem is the same however its formulas are set; signs and operators still tell problems apart.
 LAYOUT_COMMAND = re.compile(r"\\(?:left|right|displaystyle|quad|qquad|text|mathrm)(?![a-z])|\\[dt](?=frac)")
 NOT_CONTENT = re.compile(r"[^\w+\-*/=<>^!%.]|_|\.(?!\d)")
+
+
+class NoAnswer(RowError):
+    """The data set itself says that the problem has no answer: left out, and no sign of a misread file."""
 
 
 class Problem(NamedTuple):
@@ -92,6 +111,7 @@ class Seen(NamedTuple):
 class Tally(NamedTuple):
     rows: int
     duplicates: int
+    without_answer: int
     without_instruction: int
     with_system: int
 
@@ -107,13 +127,25 @@ def parse_row(data: dict[str, Any], keep_instruction: bool = False) -> Problem:
     Raises:
         RowError: the row has no usable problem or label.
     """
+    if picture := next((name for name in PICTURE_FIELDS if data.get(name)), None):
+        raise RowError(f"the problem comes with {picture}, and the model is shown text alone")
     messages = prompt_messages(data)
     prompt = _user_text(messages).strip()
+    _refuse_foreign_template(prompt)
     text, has_instruction = strip_instruction(prompt)
     if not text:
         raise RowError("the problem is empty")
     has_system = any(message.get("role") == "system" for message in messages)
-    return Problem(text, prompt if keep_instruction else text, label_text(data), has_instruction, has_system)
+    return Problem(text, prompt if keep_instruction else text, row_label(data), has_instruction, has_system)
+
+
+def _refuse_foreign_template(prompt: str) -> None:
+    """A prompt that was put through a chat template already is refused here for what RL would refuse it for."""
+    if prompt.startswith(IM_START):
+        try:
+            render_prompt(prompt, [CODE_INTERPRETER])
+        except ValueError as error:
+            raise RowError(str(error)) from error
 
 
 def strip_instruction(prompt: str) -> tuple[str, bool]:
@@ -177,19 +209,23 @@ def _user_text(messages: list[dict[str, Any]]) -> str:
     return content if isinstance(content, str) else text_content(users[0])
 
 
-def label_text(data: dict[str, Any]) -> str:
-    """The label of a row as text: 34, 34.0 and " 34 " are all "34", and so is "... so #### 34".
+def row_label(data: dict[str, Any]) -> str:
+    """The label of a row as text: 34, 34.0, " 34 ", ["34"] and "... so #### 34" are all "34".
 
     Raises:
-        RowError: there is none, or two fields have different ones.
+        NoAnswer: the data set itself says that the problem has none.
+        RowError: there is none, it is no text that an answer could say, or two fields have different ones.
     """
+    for name, usable in MARKS.items():
+        if (mark := data.get(name)) is not None and not usable(str(mark).strip().lower()):
+            raise NoAnswer(f"{name} is {mark!r}")
     found = {name: label for name in LABEL_FIELDS if (label := _as_label(data.get(name), name)) is not None}
     model = data.get("reward_model")
     truth = _as_label(model.get("ground_truth"), "ground_truth") if isinstance(model, dict) else None
     if truth is not None:
         found["reward_model.ground_truth"] = truth
-    if not found and isinstance(solution := data.get("solution"), str):
-        found["solution"] = _solved(solution)
+    if isinstance(solution := data.get("solution"), str) and (solved := _solved(solution, required=not found)):
+        found["solution"] = solved
     if not found and (conversation := _first_present(data, CONVERSATION_FIELDS)) is not None:
         last = openai_messages(conversation)[-1:]
         if last and last[0].get("role") == "assistant":
@@ -199,13 +235,24 @@ def label_text(data: dict[str, Any]) -> str:
         raise RowError(f"no label (looked for {known}; the row has {', '.join(data) or 'nothing'})")
     (first, label), *others = found.items()
     for name, other in others:
-        if not _same_label(label, other):
+        if not answers.same_answer(label, other):
             raise RowError(f"{first} is {label!r}, but {name} is {other!r}")
     return label
 
 
 def _as_label(value: Any, name: str) -> str | None:
     """The label that a field holds, None where it holds none."""
+    text = _label_of_text(value, name)
+    if text is not None and text.strip(" .?!-_").lower() in ("", *NO_ANSWERS):
+        raise NoAnswer(f"{name} is {text!r}")
+    return text
+
+
+def _label_of_text(value: Any, name: str) -> str | None:
+    if isinstance(value, str) and (listed := ONE_IN_LIST.fullmatch(value.strip())):
+        value = listed["text"] or listed["number"]
+    if isinstance(value, list) and len(value) == 1:
+        value = value[0]
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, str | int | float) or not str(value).strip():
@@ -217,14 +264,25 @@ def _as_label(value: Any, name: str) -> str | None:
         return solved
     if actions.find_boxes(text) or len(text) > MAX_LABEL_CHARS or ("\n" in text and "\\begin" not in text):
         raise RowError(f"{name} is a worked solution without '#### ...' or a box in it, and no label")
-    return text
+    if named := ANSWER_IS.fullmatch(text):
+        text = named["answer"]
+    return _plain_decimal(text, name) if DECIMAL.fullmatch(text) else text
 
 
-def _solved(solution: str) -> str:
+def _plain_decimal(text: str, name: str) -> str:
+    """1e-07 as an answer would write it, and 0.30000000000000004 without what its calculation has added."""
+    rounded = f"{float(text):.15g}"
+    digits = len(re.sub(r"e.*|[^0-9]", "", text, flags=re.I).strip("0"))
+    if digits > 15 and len(re.sub(r"e.*|[^0-9]", "", rounded).strip("0")) > 12:
+        raise RowError(f"{name} is {text}, which is cut off or rounded: no answer says so")
+    return answers.label_text(Decimal(rounded if digits > 15 else text))
+
+
+def _solved(solution: str, required: bool = True) -> str:
     answer = _final_answer(solution)
-    if answer is None:
+    if answer is None and required:
         raise RowError("no label: the worked solution has no '#### ...' and no box")
-    return answer
+    return answer or ""
 
 
 def _final_answer(text: str) -> str | None:
@@ -252,19 +310,6 @@ def evaluation_key(text: str) -> bytes:
 
 def _digest(text: str) -> bytes:
     return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=12).digest()
-
-
-def _same_label(one: str, other: str) -> bool:
-    if INTEGER.fullmatch(one) and INTEGER.fullmatch(other):
-        return _canonical_integer(one) == _canonical_integer(other)
-    return one == other
-
-
-def _canonical_integer(text: str) -> str:
-    """ "+025" -> "25"; on the text, since int() refuses more than 4300 digits."""
-    sign, digits = ("-", text[1:]) if text[0] == "-" else ("", text.lstrip("+"))
-    digits = digits.lstrip("0") or "0"
-    return digits if digits == "0" else sign + digits
 
 
 def excluded_keys(files: Iterable[str]) -> set[bytes]:
@@ -297,11 +342,14 @@ def collect(
         evaluation: evaluation keys of the problems to leave out.
     """
     seen = Seen({}, {}, set())
-    total = duplicates = without_instruction = with_system = 0
+    total = duplicates = without_answer = without_instruction = with_system = 0
     for row in rows:
         total += 1
         try:
             problem = parse_row(readable(row), keep_instruction)
+        except NoAnswer:
+            without_answer += 1
+            continue
         except RowError as error:
             bad.add(row.place, str(error))
             continue
@@ -317,9 +365,9 @@ def collect(
                 _write(candidates, {"prompt": problem.prompt, "label": problem.label})
         else:
             duplicates += 1
-            if not _same_label(label, problem.label):
+            if not answers.same_answer(label, problem.label):
                 seen.contradictions.setdefault(key, f"{row.place}: label {problem.label!r}, earlier {label!r}")
-    return seen, Tally(total, duplicates, without_instruction, with_system)
+    return seen, Tally(total, duplicates, without_answer, without_instruction, with_system)
 
 
 def copy_uncontradicted(candidates: IO[str], output: IO[str], contradicted: Collection[bytes]) -> int:
@@ -339,14 +387,12 @@ def _write(file: IO[str], record: dict[str, Any]) -> None:
 
 def main() -> int:
     args = _parse_args()
-    evaluation = excluded_keys(args.exclude)
     bad = BadRows()
-    files = find_data_files(args.dataset, args.split, args.config)
-    if any(os.path.realpath(file) == os.path.realpath(args.output) for file in files):
-        raise DataError(f"{args.output}: is the file that is read; name another --output")
-    rows = read_rows(files, [PROMPT_COLUMNS, LABEL_COLUMNS], "reading")
+    files, path = find_input_and_output(args, ".jsonl", lower=True)
+    evaluation = excluded_keys(args.exclude)
+    rows = read_rows(files, [PROMPT_COLUMNS, LABEL_COLUMNS], "reading", also=list(MARKS))
     with (
-        atomic_output(args.output, "w") as output,
+        atomic_output(path, "w") as output,
         # Beside the output: it is as large, and TMPDIR may not hold it.
         tempfile.TemporaryFile("w+", encoding="utf-8", dir=os.path.dirname(output.name)) as candidates,
     ):
@@ -356,17 +402,25 @@ def main() -> int:
         candidates.seek(0)
         written = copy_uncontradicted(candidates, output, seen.contradictions)
         if not written:
-            raise DataError(f"no problem of {tally.rows} rows is left; nothing was written")
-    _report(args, seen, tally, bad.count, written)
+            raise DataError(f"no problem of {tally.rows} rows is left ({_left_out(seen, tally)}); nothing was written")
+    _report(path, seen, tally, bad.count, written)
     return 0
 
 
-def _report(args: argparse.Namespace, seen: Seen, tally: Tally, bad: int, written: int) -> None:
+def _left_out(seen: Seen, tally: Tally) -> str:
+    reasons = f"{len(seen.contradictions)} with two labels, {len(seen.excluded)} of an evaluation file"
+    without = (
+        f", {tally.without_answer} without an answer, as the data set says itself" if tally.without_answer else ""
+    )
+    return reasons + without
+
+
+def _report(path: Path, seen: Seen, tally: Tally, bad: int, written: int) -> None:
     for where in list(seen.contradictions.values())[:MAX_BAD_ROWS_SHOWN]:
         print(f"two labels for one problem: {where}")
-    print(f"{args.output}: {written} of {tally.rows} rows")
+    print(f"{path}: {written} of {tally.rows} rows")
     print(f"  different problems: {len(seen.labels)}, duplicates removed: {tally.duplicates}, bad rows: {bad}")
-    print(f"  left out: {len(seen.contradictions)} with two labels, {len(seen.excluded)} of an evaluation file")
+    print(f"  left out: {_left_out(seen, tally)}")
     if tally.without_instruction:
         print(f"  without DAPO's instruction sentences, taken as they are: {tally.without_instruction}")
     if tally.with_system:
@@ -375,12 +429,7 @@ def _report(args: argparse.Namespace, seen: Seen, tally: Tally, bad: int, writte
 
 def _parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Prepare DAPO-Math-17k or an AIME file for vime.")
-    parser.add_argument("--dataset", default=DEFAULT_DATASET, help=f"{DATASET_HELP} (default: {DEFAULT_DATASET})")
-    parser.add_argument("--split", help="of a directory or hub name (default: train, or the only one)")
-    parser.add_argument("--config", help="of a directory or hub name, where there are several")
-    parser.add_argument(
-        "--output", type=Path, help="default: where the launch scripts look, data/retool/NAME.jsonl in vime"
-    )
+    add_arguments(parser, DEFAULT_DATASET, ".jsonl")
     parser.add_argument("--keep-instruction", action="store_true", help="leave DAPO's two sentences in the prompt")
     parser.add_argument(
         "--exclude",
@@ -390,13 +439,7 @@ def _parse_args() -> argparse.Namespace:
         metavar="FILE",
         help="leave out the problems of these files",
     )
-    args = parser.parse_args()
-    if args.output is None:
-        name = Path(args.dataset).name.lower()
-        args.output = default_output(f"{name.partition('.')[0]}.jsonl")
-    if args.output.suffix != ".jsonl":
-        parser.error("--output must end in .jsonl: vime tells the format by the ending")
-    return args
+    return parse(parser, ".jsonl")
 
 
 if __name__ == "__main__":

@@ -1,23 +1,23 @@
 #!/usr/bin/env python3
-"""Turn the ReTool cold-start data into a parquet file for vime's SFT rollout (`vime.rollout.sft_rollout`).
+"""Turn the ReTool cold-start data, and other tool conversations, into a parquet file for vime's SFT rollout
+(`vime.rollout.sft_rollout`).
 
-    row {"messages": [user, assistant]}  ->  Blocks of the assistant text  ->  {"messages", "tools"}
+    row --conversations.read--> question, blocks --convert--> {"messages", "tools"}
 
 The published rows write code and its output inline, in one assistant text. In the default dialect `tool_call` each
 row becomes the conversation that RL will have: the system text and tool of `retool.chat`, the bare question, one
-assistant message per tool call in the form Qwen's chat template gives it, one tool message per output, and a last
-assistant message that ends in `Answer: \\boxed{...}`. Tool output is then never trained on, and the token ids are
-those that `generate_with_retool.generate` builds (with vime's loss mask type `qwen`). Dialect `code` keeps the
-published text, in which the interpreter's words are trained on like the model's. Rows that have a message for each call
-and output already are read as well.
+assistant message per tool call in the form Qwen's chat template gives it, one tool message per output, in the words of
+RL's sandbox (retool/observations.py), and a last assistant message that ends in `Answer: \\boxed{...}`. Tool output is
+then never trained on, and the token ids are those that `generate_with_retool.generate` builds (with vime's loss mask
+type `qwen`). Dialect `code` keeps the published text, in which the interpreter's words are trained on like the
+model's. Other forms of rows are read as well, see retool/conversations.py.
 
-What is code, an output or an answer is read by `retool.actions`, as the loop and the reward read it, and every message
-that is written is read back: a row that RL would read otherwise is a bad row.
+Every message that is written is read back: a row that RL would read otherwise is a bad row.
 
-Invariant: what a row says is kept, to the character inside code; an output is worded as RL's sandbox words it
-(retool/observations.py), which is the only change to it; only layout between the blocks changes, and words between a
-code block and its output move after the output, because in RL nothing follows a call. A row for which that cannot be done is reported with its place and
-reason. More than one bad row in a hundred: nothing is written.
+Invariant: what a row says is kept, to the character inside code; beside the words of an output only layout between the
+blocks changes, words between a code block and its output move after the output, because in RL nothing follows a call,
+and a model's reasoning becomes words like others, since the model to be trained is not a thinking one. A row for which
+that cannot be done is reported with its place and reason. More than one bad row in a hundred: nothing is written.
 """
 
 from __future__ import annotations
@@ -30,27 +30,25 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import islice
-from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import tool_sandbox
-from retool import actions, observations
-from retool.blocks import scan
+from retool import actions, conversations, observations
 from retool.chat import CODE_TOOL, SYSTEM_PROMPT, neutralize, tool_call_text
+from retool.conversations import COLUMNS, MORE_COLUMNS
 from retool.data_io import (
     BadRows,
     DataError,
     RowError,
+    add_arguments,
     atomic_output,
-    default_output,
-    find_data_files,
-    openai_messages,
+    find_input_and_output,
+    parse,
     read_rows,
     readable,
     run_script,
-    text_content,
 )
 from retool.paths import why_not_found
 
@@ -58,7 +56,6 @@ DIALECTS = ("tool_call", "code")
 DEFAULT_DATASET = "JoeYing/ReTool-SFT"
 DEFAULT_TOKENIZER = f"{os.environ.get('RETOOL_DOWNLOADS') or '/root'}/Qwen/Qwen3-4B-Instruct-2507"
 MAX_ROW_TOKENS = 9216  # --max-tokens-per-gpu of the launch scripts: vime puts a longer row into a batch alone
-COLUMNS = ("messages", "conversations")
 PERCENTILES = (50, 90, 99, 100)
 # One field of plain text per message: parquet would give every message every field of a richer struct, as nulls.
 SCHEMA = pa.schema(
@@ -73,31 +70,19 @@ FORMAT_REQUEST = re.compile(
     r"\A\s*Answer the following math problem and put the answer in the format of \\boxed\{answer\}", re.IGNORECASE
 )
 FORMAT_REMINDER = re.compile(r"Remember to place the final answer in the last part using the format:.*\Z", re.DOTALL)
-
-STRAY_TAG = re.compile(r"</?(?:code|interpreter)>|^[ \t]*```(?:python3?|py)[ \t\r]*$", re.MULTILINE | re.IGNORECASE)
-ANSWER_BLOCK = re.compile(r"<answer>|</answer>")
-FENCE_LINE = re.compile(r"^[ \t]*(?:```|~~~)", re.MULTILINE)
 QUOTED = re.compile(r"""(?s)(['"])(.+)\1""")  # the published format shows the answer in quotes: \\boxed{'42'}
 THINK_TAG = re.compile(r"</?think>")
 # Inside a message each of these would end a turn, open a call or hide text from the model.
 CONTROL_TEXT = re.compile(r"<\|\w+\|>|</?(?:tool_call|tool_response|tools|think)>")
 
 
-class Block(NamedTuple):
-    """A piece of an assistant text; `code` and `result` keep their whitespace exactly."""
-
-    kind: Literal["text", "code", "result", "answer"]
-    content: str
-
-
-def convert(row: dict[str, Any], dialect: str = "tool_call") -> dict[str, Any]:
-    """Convert one row of ReTool-SFT; pure, and without network.
+def convert(row: dict[str, Any], dialect: str = "tool_call", tool_name: str = CODE_TOOL) -> dict[str, Any]:
+    """Convert one row of a tool conversation; pure, and without network.
 
     Args:
-        row: {"messages": [user, assistant]} with code and output inline, or with a message for each call (in OpenAI's
-            `tool_calls`) and each output (role `tool`); a system message is left out, since RL has its own; ShareGPT's
-            {"conversations": [{"from", "value"}]} is the same.
+        row: in one of the forms of `retool.conversations`; a system message is left out, since RL has its own.
         dialect: "tool_call" or "code", see the module's docstring.
+        tool_name: under which the row calls the code tool, beside RL's own name for it.
 
     Returns:
         {"messages": [{"role", "content"}, ...], "tools": JSON text of the list of tool specs}
@@ -105,70 +90,19 @@ def convert(row: dict[str, Any], dialect: str = "tool_call") -> dict[str, Any]:
     Raises:
         RowError: the row cannot be converted; the message is the reason.
     """
-    user, *answers = _messages(row)
-    blocks = [block for message in answers for block in _blocks_of(message)]
-    conversation = _conversation(question_of(text_content(user)), blocks)
+    given = conversations.read(row, {CODE_TOOL, tool_name})
+    messages = _conversation(question_of(given.question), given.blocks)
     if dialect == "code":
-        if len(answers) > 1:
+        if not given.inline:
             raise RowError("dialect code keeps one assistant text, and this row has a message for each call")
-        texts = [_message("user", text_content(user)), _message("assistant", text_content(answers[0]))]
+        if conversations.OUTPUT_FENCE.search(given.inline) or "<tool_call>" in given.inline:
+            raise RowError("dialect code keeps the text as it is, and RL does not show outputs as this text does")
+        texts = [_message("user", given.question), _message("assistant", given.inline)]
         return {"messages": texts, "tools": "[]"}
     return {
-        "messages": conversation,
+        "messages": messages,
         "tools": json.dumps(tool_sandbox.tool_registry.get_tool_specs(), ensure_ascii=False),
     }
-
-
-def _messages(row: dict[str, Any]) -> list[dict[str, Any]]:
-    """The messages of a row without its system text: one of the user, then assistant, tool, ..., assistant."""
-    given = next((row[name] for name in COLUMNS if row.get(name)), None)
-    if not given:
-        raise RowError("empty conversation")
-    messages = openai_messages(given)
-    roles = [message.get("role") for message in messages]
-    for role in roles:
-        if role not in ("system", "user", "assistant", "tool"):
-            raise RowError(f"unknown role {role!r}")
-    if roles[0] == "system":
-        messages, roles = messages[1:], roles[1:]
-    several = "several user turns: " if roles.count("user") > 1 else ""
-    turns = roles[1:]
-    if roles[:1] != ["user"] or turns != (["assistant", "tool"] * len(turns))[: len(turns)] or len(turns) % 2 == 0:
-        raise RowError(f"{several}expected one user and one assistant message, found {', '.join(map(str, roles))}")
-    return messages
-
-
-def _blocks_of(message: dict[str, Any]) -> Iterator[Block]:
-    """The blocks of an assistant's or a tool's message."""
-    if message["role"] == "tool":
-        content = message.get("content")
-        yield Block("result", text_content(message) if content else "")  # a program may well print nothing
-        return
-    calls = message.get("tool_calls") or []
-    if message.get("content") or not calls:
-        yield from split_blocks(text_content(message))
-    if len(calls) > 1:
-        raise RowError(f"{len(calls)} calls in one message, and RL runs one at a time")
-    if calls:
-        yield Block("code", _code_of_call(calls[0]))
-
-
-def _code_of_call(call: Any) -> str:
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict):
-        raise RowError("a tool call has no function")
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except (ValueError, RecursionError) as error:
-            raise RowError(f"the arguments of a tool call are not JSON ({error})") from error
-    if function.get("name") != CODE_TOOL or not isinstance(arguments, dict):
-        raise RowError(f"a call of the tool {function.get('name')!r}, which RL does not have")
-    code = arguments.get("code")
-    if not isinstance(code, str) or not code.strip():
-        raise RowError("a tool call without code")
-    return code
 
 
 def question_of(user: str) -> str:
@@ -176,76 +110,14 @@ def question_of(user: str) -> str:
     marker = QUESTION_MARKER.search(user)
     question = user[marker.end() :] if marker else user
     question = FORMAT_REMINDER.sub("", FORMAT_REQUEST.sub("", question)).strip()
-    if STRAY_TAG.search(question) or ANSWER_BLOCK.search(question):
+    if conversations.STRAY_TAG.search(question) or conversations.ANSWER_BLOCK.search(question):
         raise RowError("the question holds a block tag (is its preamble without '*user question:*'?)")
     if not question:
         raise RowError("the question is empty")
     return question
 
 
-def split_blocks(text: str) -> Iterator[Block]:
-    """Split an assistant text into its blocks, in order: code and outputs are where the loop would read them.
-
-    Raises:
-        RowError: a block is not closed, not opened or empty.
-    """
-    start = 0
-    for found in scan(text, over=True).blocks:
-        yield from _split_prose(text[start : found.start])
-        body = text[found.body : found.body_end]
-        opening = text[found.start : found.body].strip().lower()
-        if found.kind == "tool_call" or opening == "<tool_response>":
-            raise RowError(f"the assistant text holds {opening}, which controls the chat format")
-        if found.kind == "hallucinated":
-            yield Block("result", body.removeprefix("\n").removesuffix("\n"))  # a program may well print nothing
-        else:
-            yield Block("code", _code(body, fenced=found.kind == "fence"))
-        start = found.end
-    yield from _split_prose(text[start:])
-
-
-def _code(body: str, fenced: bool) -> str:
-    if fenced:  # the lines of the fence are not part of the body
-        code = body.removeprefix("\n").removesuffix("\n")
-    else:
-        code = actions.without_fence(body)
-        if code == body:
-            code = body.removeprefix("\n").removesuffix("\n")
-            if FENCE_LINE.match(code.lstrip("\n")):
-                raise RowError("unclosed <code> block: its fence has no end")
-            if FENCE_LINE.search(code):
-                raise RowError("a code block with text beside its fence")
-    if not code.strip():
-        raise RowError("empty code block")
-    return code
-
-
-def _split_prose(text: str) -> Iterator[Block]:
-    """The words between code and output, and the answers among them."""
-    if stray := STRAY_TAG.search(text):
-        name = stray[0].strip()
-        raise RowError(f"{name} closes no block" if name.startswith("</") else f"unclosed {name} block")
-    start = 0
-    while tag := ANSWER_BLOCK.search(text, start):
-        end = text.find("</answer>", tag.end())
-        if tag[0] == "</answer>":
-            raise RowError("</answer> closes no block")
-        if end < 0 and not actions.last_box(text[start:]):
-            break  # the words name the tag; RL sees no answer in that either
-        if end < 0:
-            raise RowError("unclosed <answer> block")
-        answer = text[tag.end() : end].removeprefix("\n").removesuffix("\n")
-        if not answer.strip():
-            raise RowError("empty answer block")
-        if text[start : tag.start()]:
-            yield Block("text", text[start : tag.start()])
-        yield Block("answer", answer)
-        start = end + len("</answer>")
-    if text[start:]:
-        yield Block("text", text[start:])
-
-
-def _conversation(question: str, blocks: list[Block]) -> list[dict[str, str]]:
+def _conversation(question: str, blocks: list[conversations.Block]) -> list[dict[str, str]]:
     messages = [_message("system", SYSTEM_PROMPT), _message("user", question)]
     text, answer, code = "", None, ""
     for kind, content in blocks:
@@ -356,50 +228,41 @@ def main() -> int:
         )
     bad = BadRows()
     converted: list[dict[str, Any]] = []
+    fields: Counter[str] = Counter()
     total = 0
-    files = find_data_files(args.dataset, args.split, args.config)
-    if any(os.path.realpath(file) == os.path.realpath(args.output) for file in files):
-        raise DataError(f"{args.output}: is the file that is read; name another --output")
-    for row in islice(read_rows(files, [COLUMNS], "converting"), args.limit):
+    marks = [args.dialect] * (args.dialect == "code") + [f"first{args.limit}"] * bool(args.limit)
+    files, output = find_input_and_output(args, ".parquet", marks)
+    for row in islice(read_rows(files, [COLUMNS], "converting", also=MORE_COLUMNS), args.limit):
         total += 1
         try:
-            converted.append(convert(readable(row), args.dialect))
+            data = readable(row)
+            converted.append(convert(data, args.dialect, args.tool_name))
+            fields.update(conversations.fields_left_out(data))
         except RowError as error:
             bad.add(row.place, str(error))
     if bad.too_many(total):
         raise DataError(f"{bad.count} of {total} rows cannot be converted; nothing was written")
-    with atomic_output(args.output, "wb") as file:
+    with atomic_output(output, "wb") as file:
         pq.write_table(pa.Table.from_pylist(converted, schema=SCHEMA), file)
-    print(f"{args.output}: {len(converted)} of {total} rows, {bad.count} left out, dialect {args.dialect}")
+    print(f"{output}: {len(converted)} of {total} rows, {bad.count} left out, dialect {args.dialect}")
+    if fields:
+        found = ", ".join(f"{name} ({count} rows)" for name, count in sorted(fields.items()))
+        print(f"fields of messages that are not read: {found}")
     _print_calls(converted)
     _print_lengths(converted, args.tokenizer)
     return 0
 
 
 def _parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Convert ReTool-SFT for vime's SFT rollout.")
-    parser.add_argument(
-        "--dataset",
-        default=DEFAULT_DATASET,
-        help="OWNER/NAME of the hub, first looked for below RETOOL_DOWNLOADS (/root); a directory; or a file "
-        f"(default: {DEFAULT_DATASET})",
-    )
-    parser.add_argument("--split", help="of a directory or hub name (default: train, or the only one)")
-    parser.add_argument("--config", help="of a directory or hub name, where there are several")
-    parser.add_argument(
-        "--output",
-        type=Path,
-        default=default_output("ReTool-SFT.parquet"),
-        help="default: where the launch script looks, data/retool/ReTool-SFT.parquet in vime",
-    )
+    parser = argparse.ArgumentParser(description="Convert ReTool-SFT, or other tool conversations, for vime's SFT.")
+    add_arguments(parser, DEFAULT_DATASET, ".parquet")
     parser.add_argument("--dialect", choices=DIALECTS, default="tool_call")
+    parser.add_argument("--tool-name", default=CODE_TOOL, metavar="NAME", help="of the code tool in these rows")
     parser.add_argument("--limit", type=int, help="read only so many rows")
     parser.add_argument("--tokenizer", default=DEFAULT_TOKENIZER, metavar="DIR", help="to print token lengths")
-    args = parser.parse_args()
+    args = parse(parser, ".parquet")
     if args.limit is not None and args.limit < 1:
         parser.error("--limit must be at least 1")
-    if args.output.suffix != ".parquet":
-        parser.error("--output must end in .parquet: vime tells the format by the ending")
     return args
 
 
@@ -443,7 +306,8 @@ def _lengths(rows: list[dict[str, Any]], tokenizer_directory: str) -> tuple[list
 
 
 def _tokenizer(directory: str) -> Any:
-    """The tokenizer in a directory, None, with a warning, where there is none: what was converted stands without it."""
+    """The tokenizer in a directory, None, with a warning, where there is none: what was converted stands without
+    it."""
     if os.path.isdir(directory):
         from transformers import AutoTokenizer  # seconds to import
 

@@ -64,7 +64,8 @@ def test_options_in_commands_are_ones_that_the_script_knows(document):
             if place is None:
                 continue
             sources = EXAMPLE.glob("cpu/*.py") if script == "rollout_on_cpu.sh" else ROOT.glob(f"*/retool/**/{script}")
-            known = set(re.findall(r'"(--[\w-]+)"', "".join(source.read_text() for source in sources)))
+            shared = [EXAMPLE / "retool" / "data_io.py"] if "data_" in script else []
+            known = set(re.findall(r'"(--[\w-]+)"', "".join(source.read_text() for source in [*sources, *shared])))
             used = {word.split("=")[0] for word in words[place:] if word.startswith("--")}
             assert used <= known, f"{' '.join(words)}: {script} knows {sorted(known)}"
 

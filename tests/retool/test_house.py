@@ -38,6 +38,7 @@ MAY_IMPORT = {
     "retool.metrics": {"retool.chat", "retool.episode"},
     "retool.request": {"retool.engine"},
     "retool.data_io": {"retool.paths"},
+    "retool.conversations": {f"retool.{name}" for name in ("actions", "blocks", "chat", "data_io")},
     "retool.paths": set(),
     "retool.processes": set(),
     "retool.supervise": {"retool.processes"},
@@ -77,14 +78,14 @@ MAY_IMPORT = {
     # The sandbox's policy says which of the published programs it would refuse.
     "sft_data_processing": {
         "retool.actions",
-        "retool.blocks",
         "retool.chat",
+        "retool.conversations",
         "retool.data_io",
         "retool.observations",
         "retool.paths",
         "tool_sandbox",
     },
-    "rl_data_preprocess": {"retool.actions", "retool.chat", "retool.data_io"},
+    "rl_data_preprocess": {f"retool.{name}" for name in ("actions", "answers", "chat", "conversations", "data_io")},
     # ask_vime.py runs in a process of its own, on vime's path.
     "launch.ask_vime": {"vime"},
     "launch": {"launch", "retool.paths", "retool.processes", "retool.supervise"},

@@ -107,11 +107,11 @@ def split_prompt(prompt: str | list[Message]) -> tuple[str | None, str | list[Me
     if isinstance(prompt, str):
         return None, prompt
     messages = list(prompt)
-    system = _content(messages.pop(0)) if messages and messages[0].get("role") == "system" else None
+    system = text_of(messages.pop(0)) if messages and messages[0].get("role") == "system" else None
     if not messages:
         return system, ""
     if len(messages) == 1 and messages[0].get("role") == "user":
-        return system, _content(messages[0])
+        return system, text_of(messages[0])
     return system, messages
 
 
@@ -185,7 +185,8 @@ def _check_prompt(prompt: Any) -> None:
         raise ValueError("the prompt holds no question: it has no message beside the system's, or only empty ones")
 
 
-def _content(message: Message) -> str:
+def text_of(message: Message) -> str:
+    """The text of a message, whose content may be a list of text parts; "" for none. ValueError: it is no text."""
     content = message.get("content")
     if isinstance(content, list):
         if not all(isinstance(part, dict) and part.get("type") == "text" for part in content):
@@ -202,14 +203,14 @@ def _render_turns(messages: list[Message]) -> str:
     for index, message in enumerate(messages):
         role = message.get("role")
         if role in ("user", "system"):
-            parts.append(f"{IM_START}{role}\n{_content(message)}{IM_END}\n")
+            parts.append(f"{IM_START}{role}\n{text_of(message)}{IM_END}\n")
         elif role == "assistant":
             text = _assistant_text(message, after_query=index > last_query)
             parts.append(f"{OPEN_TURN}{text}{IM_END}\n")
         elif role == "tool":  # tool messages in a row share one user turn
             first = index == 0 or messages[index - 1].get("role") != "tool"
             last = index + 1 == len(messages) or messages[index + 1].get("role") != "tool"
-            response = f"\n<tool_response>\n{_content(message)}\n</tool_response>"
+            response = f"\n<tool_response>\n{text_of(message)}\n</tool_response>"
             parts.append((f"{IM_START}user" if first else "") + response + (f"{IM_END}\n" if last else ""))
         else:
             raise ValueError(f"a message of the prompt has the role {role!r}; known are system, user, assistant, tool")
@@ -219,7 +220,7 @@ def _render_turns(messages: list[Message]) -> str:
 def _last_query(messages: list[Message]) -> int:
     """Index of the last user turn that is not a tool's answer: the template drops reasoning before it."""
     for index in range(len(messages) - 1, -1, -1):
-        content = _content(messages[index])
+        content = text_of(messages[index])
         is_response = content.startswith("<tool_response>") and content.endswith("</tool_response>")
         if messages[index].get("role") == "user" and not is_response:
             return index
@@ -227,7 +228,7 @@ def _last_query(messages: list[Message]) -> int:
 
 
 def _assistant_text(message: Message, after_query: bool) -> str:
-    content, reasoning = _content(message), message.get("reasoning_content")
+    content, reasoning = text_of(message), message.get("reasoning_content")
     if reasoning is None and "</think>" in content:
         reasoning = content.split("</think>")[0].rstrip("\n").split("<think>")[-1].lstrip("\n")
         content = content.split("</think>")[-1].lstrip("\n")

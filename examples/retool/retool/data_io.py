@@ -5,21 +5,24 @@
 Contract: rows come in file order, one at a time, each with the place it stands at ("train.parquet row 17"), so that a
 message about a bad row can be checked by hand. Parquet and arrow files are read in small batches and only in the
 columns asked for, so memory does not grow with the file. A row that cannot be read at all is a `Row` with `error` set,
-not an exception: the caller counts it like any other bad row. What makes the whole input unusable is a `DataError` with
-one clear line.
+not an exception: the caller counts it like any other bad row. What makes the whole input unusable is a `DataError`
+with one clear line.
 
-Invariant: of a directory one split of one configuration is read, in whole. A merged test split would be trained on, and
-nobody would see it.
+Invariant: of a directory one split of one configuration is read, in whole. A merged test split would be trained on,
+and nobody would see it. (The `datasets` library merges the folders of two configurations, reads what is there of a
+series of shards, turns labels of text into numbers where some are numbers, and ends at one bad line.)
 """
 
 from __future__ import annotations
 
+import argparse
+import fcntl
 import gzip
 import json
 import os
 import re
+import signal
 import sys
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,11 +36,12 @@ from tqdm import tqdm
 DATA_SUFFIXES = (".parquet", ".jsonl", ".json", ".jsonl.gz", ".json.gz", ".arrow")
 # Bookkeeping that lies beside data, in the formats of data.
 NOT_DATA = re.compile(r"(?:dataset_infos?|dataset_dict|state|config|metadata|tokenizer.*)\.json")
-PARQUET_BATCH_ROWS = 2048
+BATCH_ROWS = 2048
 MAX_BAD_SHARE = 0.01
 MAX_BAD_ROWS_SHOWN = 20
 MAX_NAMES_SHOWN = 8
 DEFAULT_DOWNLOADS = "/root"  # closed to whoever is not root
+PICTURE_FIELDS = ("images", "image", "videos", "video", "audios", "audio")  # neither script can use what is in them
 
 SPLITS = {
     "train": ("train", "training"),
@@ -48,6 +52,7 @@ SPLIT_OF_WORD = {word: split for split, words in SPLITS.items() for word in word
 SHARD = re.compile(r"(?P<name>.*?)[-_](?P<number>\d{5})-of-(?P<total>\d{5})(?:-[0-9a-f]{16})?")
 NUMBERED = re.compile(r"(?P<name>(?:.*?[^0-9])?)(?P<number>\d+)")
 LFS_POINTER = b"version https://git-lfs"
+BOM = b"\xef\xbb\xbf"
 
 
 class DataError(Exception):
@@ -67,6 +72,55 @@ class Row(NamedTuple):
 # ---------------------------------------------------------------------------------------------------------------------
 # Where data lies
 # ---------------------------------------------------------------------------------------------------------------------
+
+
+def add_arguments(parser: argparse.ArgumentParser, dataset: str, suffix: str) -> None:
+    """The options that both scripts have."""
+    parser.add_argument(
+        "--dataset",
+        default=dataset,
+        help="OWNER/NAME of the hub, first looked for below RETOOL_DOWNLOADS (/root); a directory; or a file "
+        f"(default: {dataset})",
+    )
+    parser.add_argument("--split", help="of a directory or hub name (default: train, or the only one)")
+    parser.add_argument("--config", help="of a directory or hub name, where there are several")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        help=f"default: NAME{suffix} of the data set in vime's data/retool, where the launch scripts look",
+    )
+    parser.add_argument("--force", action="store_true", help="replace the output if it is there already")
+
+
+def parse(parser: argparse.ArgumentParser, suffix: str) -> argparse.Namespace:
+    args = parser.parse_args()
+    if args.output is not None and args.output.suffix != suffix:
+        parser.error(f"--output must end in {suffix}: vime tells the format by the ending")
+    return args
+
+
+def find_input_and_output(
+    args: argparse.Namespace, suffix: str, marks: Iterable[str] = (), lower: bool = False
+) -> tuple[list[Path], Path]:
+    """The files to read, and the file to write: named after the data set, and after what is read of it.
+
+    Args:
+        marks: of an output that is not the whole data set in the usual form.
+        lower: whether its name is in small letters.
+
+    Raises:
+        DataError: of `find_data_files`, or the output is there already and --force is not given.
+    """
+    files = find_data_files(args.dataset, args.split, args.config)
+    name = Path(os.path.abspath(os.path.expanduser(args.dataset))).name
+    name = name[: -len(ending)] if (ending := _suffix(Path(name))) else name
+    name = "-".join(filter(None, [name.lower() if lower else name, args.config, args.split, *marks]))
+    output = args.output or default_output(f"{name}{suffix}")
+    if any(os.path.realpath(file) == os.path.realpath(output) for file in files):
+        raise DataError(f"{output}: is the file that is read; name another --output")
+    if os.path.isfile(output) and not args.force:
+        raise DataError(f"{output}: is there already; --force replaces it, --output names another file")
+    return files, output
 
 
 def default_output(name: str) -> Path:
@@ -269,23 +323,28 @@ def _or(names: Sequence[str]) -> str:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def read_rows(files: Sequence[Path], needed: Sequence[Sequence[str]], what: str) -> Iterator[Row]:
+def read_rows(
+    files: Sequence[Path], needed: Sequence[Sequence[str]], what: str, also: Sequence[str] = ()
+) -> Iterator[Row]:
     """Yield the rows of all files in order, with a progress bar titled `what`.
 
     Args:
         needed: groups of names of top-level fields, in any case, of each of which a row needs one; a file of columns
             is read in those alone.
+        also: fields that are read where they are there.
 
     Raises:
-        DataError: a file cannot be read, is empty, or has no column of a group.
+        DataError: a file cannot be read, is empty, has no column of a group, or one of pictures or sound.
     """
     for path in files:
         _refuse_empty(path)
         suffix = _suffix(path)
-        if suffix == ".parquet":
-            yield from _read_parquet(path, needed, what)
-        elif suffix == ".arrow":
-            yield from _read_arrow(path, needed, what)
+        if suffix in (".parquet", ".arrow"):
+            try:
+                yield from _read_columns(path, needed, also, what)
+            except (OSError, ValueError) as error:  # pyarrow's own errors derive from these
+                reason = str(error).splitlines()[0]
+                raise DataError(f"{path}: cannot be read as {suffix[1:]} ({reason})") from error
         else:
             yield from _read_json(path, what)
 
@@ -302,56 +361,50 @@ def _refuse_empty(path: Path) -> None:
         raise DataError(f"{path}: is a pointer of Git LFS and not the file; download it with `hf download`")
 
 
-def _wanted_columns(path: Path, names: Sequence[str], needed: Sequence[Sequence[str]]) -> list[str]:
+def _read_columns(path: Path, needed: Sequence[Sequence[str]], also: Sequence[str], what: str) -> Iterator[Row]:
+    """A file of columns, a batch at a time."""
+    total, batches = None, None
+    with pa.memory_map(str(path)) as source:
+        if _suffix(path) == ".parquet":
+            # Without pre_buffer=False a whole row group is held in memory, and the published files have only one.
+            file: Any = pq.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20)
+            schema, total = file.schema_arrow, file.metadata.num_rows
+            wanted = _wanted_columns(path, schema.names, needed, also)
+            batches = file.iter_batches(batch_size=BATCH_ROWS, columns=wanted)
+        else:
+            try:
+                file = pa.ipc.open_stream(source)
+                whole: Iterable[Any] = file
+            except pa.ArrowInvalid:
+                file = pa.ipc.open_file(source)
+                whole = map(file.get_batch, range(file.num_record_batches))
+            wanted = _wanted_columns(path, file.schema.names, needed, also)
+            batches = (
+                batch.select(wanted).slice(start, BATCH_ROWS)
+                for batch in whole
+                for start in range(0, batch.num_rows, BATCH_ROWS)
+            )
+        number = 0
+        with tqdm(total=total, desc=f"{what} {path.name}", unit=" rows", mininterval=0.5) as bar:
+            for batch in batches:
+                for data in batch.to_pylist():
+                    number += 1
+                    yield Row(f"{path.name} row {number}", data)
+                bar.update(batch.num_rows)
+
+
+def _wanted_columns(
+    path: Path, names: Sequence[str], needed: Sequence[Sequence[str]], also: Sequence[str]
+) -> list[str]:
     for group in needed:
         if not any(name.lower() in group for name in names):
             raise DataError(f"{path}: has no column {_or(group) if len(group) > 1 else group[0]} but {_names(names)}")
-    every = {name for group in needed for name in group}
+    if pictures := [name for name in names if name.lower() in PICTURE_FIELDS]:
+        raise DataError(
+            f"{path}: has a column {pictures[0]}, and models are shown text alone; leave it out if it can be"
+        )
+    every = {*also, *(name for group in needed for name in group)}
     return [name for name in names if name.lower() in every]
-
-
-def _read_parquet(path: Path, needed: Sequence[Sequence[str]], what: str) -> Iterator[Row]:
-    try:
-        # Without pre_buffer=False a whole row group is held in memory, and the published files have only one.
-        file = pq.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20)
-        wanted = _wanted_columns(path, file.schema_arrow.names, needed)
-        batches = file.iter_batches(batch_size=PARQUET_BATCH_ROWS, columns=wanted)
-        yield from _rows_of_batches(path, batches, file.metadata.num_rows, what)
-    except (OSError, ValueError) as error:  # pyarrow's own errors derive from these
-        raise DataError(f"{path}: cannot be read as parquet ({str(error).splitlines()[0]})") from error
-
-
-def _read_arrow(path: Path, needed: Sequence[Sequence[str]], what: str) -> Iterator[Row]:
-    try:
-        with pa.memory_map(str(path)) as source:
-            try:
-                reader: Any = pa.ipc.open_stream(source)
-            except pa.ArrowInvalid:
-                file = pa.ipc.open_file(source)
-                reader = (file.get_batch(number) for number in range(file.num_record_batches))
-                names = file.schema.names
-            else:
-                names = reader.schema.names
-            wanted = _wanted_columns(path, names, needed)
-            batches = (
-                part
-                for batch in reader
-                for start in range(0, batch.num_rows, PARQUET_BATCH_ROWS)
-                for part in [batch.select(wanted).slice(start, PARQUET_BATCH_ROWS)]
-            )
-            yield from _rows_of_batches(path, batches, None, what)
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path}: cannot be read as arrow ({str(error).splitlines()[0]})") from error
-
-
-def _rows_of_batches(path: Path, batches: Iterable[Any], total: int | None, what: str) -> Iterator[Row]:
-    number = 0
-    with tqdm(total=total, desc=f"{what} {path.name}", unit=" rows", mininterval=0.5) as bar:
-        for batch in batches:
-            for data in batch.to_pylist():
-                number += 1
-                yield Row(f"{path.name} row {number}", data)
-            bar.update(batch.num_rows)
 
 
 def _read_json(path: Path, what: str) -> Iterator[Row]:
@@ -369,9 +422,10 @@ def _read_json(path: Path, what: str) -> Iterator[Row]:
                 for number, data in enumerate(rows, start=1):
                     yield _checked(f"{path.name} row {number}", data)
                 return
+            _refuse_pretty_printed(path, file)
             for number, line in enumerate(file, start=1):
                 bar.update(raw.tell() - bar.n if packed else len(line))
-                line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
+                line = line.removeprefix(BOM) if number == 1 else line
                 if line.strip():
                     yield _parse_line(f"{path.name} row {number}", line)
     except (EOFError, gzip.BadGzipFile) as error:
@@ -381,8 +435,9 @@ def _read_json(path: Path, what: str) -> Iterator[Row]:
 
 
 def _json_array(file: Any) -> list[Any] | None:
-    """The rows of a file that holds one JSON array; None, and the file at its start, where it does not begin with one."""
-    start = file.read(64).removeprefix(b"\xef\xbb\xbf").lstrip()
+    """The rows of a file that holds one JSON array; None, and the file at its start, where it does not begin with
+    one."""
+    start = file.read(64).removeprefix(BOM).lstrip()
     file.seek(0)
     if not start.startswith(b"["):
         return None
@@ -391,6 +446,18 @@ def _json_array(file: Any) -> list[Any] | None:
     except (ValueError, RecursionError) as error:
         raise DataError(f"{file.name}: not JSON in UTF-8 ({error})") from error
     return rows if isinstance(rows, list) else None
+
+
+def _refuse_pretty_printed(path: Path, file: Any) -> None:
+    """One clear error for a row over many lines, each of which would be a bad row."""
+    first, second = file.readline().removeprefix(BOM), file.readline()
+    file.seek(0)
+    if first.lstrip().startswith(b"{") and second.strip():
+        if _parse_line("", first).error and _parse_line("", second).error:
+            raise DataError(
+                f"{path}: its first row goes on over several lines; write each row on a line of its own (`jq -c . FILE` "
+                "does), or all of them as one array"
+            )
 
 
 def _parse_line(place: str, line: bytes) -> Row:
@@ -441,44 +508,6 @@ def unix_newlines(value: Any) -> Any:
     return value
 
 
-def text_content(message: dict[str, Any]) -> str:
-    """The text of a message, whose content may be a list of text parts.
-
-    Raises:
-        RowError: it has no text, or something else than text.
-    """
-    role, content = message.get("role"), message.get("content")
-    if isinstance(content, list):
-        parts = [part.get("text") if isinstance(part, dict) else None for part in content]
-        if not all(isinstance(part, str) for part in parts):
-            raise RowError(f"the {role} message has no text alone: a part of its content is something else")
-        content = "".join(part for part in parts if part)
-    if not isinstance(content, str) or not content.strip():
-        raise RowError(f"the {role} message has no text")
-    return content
-
-
-SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
-
-
-def openai_messages(messages: Any) -> list[dict[str, Any]]:
-    """A conversation as a list of {"role", "content", ...}, from that form or from ShareGPT's {"from", "value"}.
-
-    Raises:
-        RowError: it is no list of messages.
-    """
-    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
-        raise RowError("messages is not a list of objects")
-    return [
-        (
-            {"role": SHAREGPT_ROLES.get(message["from"], message["from"]), "content": message.get("value")}
-            if isinstance(message.get("from"), str)
-            else message
-        )
-        for message in messages
-    ]
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Output, and the run of a script
 # ---------------------------------------------------------------------------------------------------------------------
@@ -488,41 +517,35 @@ def openai_messages(messages: Any) -> list[dict[str, Any]]:
 def atomic_output(path: Path, mode: str) -> Iterator[IO[Any]]:
     """Open a file beside `path` that takes its place only if the block ends without an exception.
 
-    A file at `path` is then always whole: an interrupted run leaves the old one, or none.
+    A file at `path` is then always whole: an interrupted run leaves the old one, or none. The file beside it has one
+    name, so that what a run killed on the spot has left there is overwritten by the next.
 
     Raises:
-        DataError: the directory cannot be written to, the disk is full, or something that is no file is in the way.
+        DataError: the directory cannot be written to, the disk is full, another run writes the same file, or something
+            that is no file is in the way.
     """
-    handle = None
     path = Path(os.path.realpath(path))  # what a link points to is written, and the link stays
     if os.path.lexists(path) and not os.path.isfile(path):
         raise DataError(f"{path}: is no ordinary file, and would be replaced by one")
+    partial = path.with_name(f".{path.name}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle = tempfile.NamedTemporaryFile(
-            mode,
-            dir=path.parent,
-            prefix=f".{path.name}.",
-            delete=False,
-            encoding=None if "b" in mode else "utf-8",
-        )
-        with handle:
-            yield handle
-            handle.flush()
-            os.fsync(handle.fileno())
-        os.chmod(handle.name, 0o666 & ~_umask())  # the temporary file is private, the result need not be
-        os.replace(handle.name, path)
+        with open(partial, mode.replace("w", "a"), encoding=None if "b" in mode else "utf-8") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise DataError(f"{path}: is being written by another run") from error
+            try:
+                file.truncate(0)
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+                os.replace(partial, path)
+            except BaseException:
+                os.unlink(partial)
+                raise
     except OSError as error:
         raise DataError(f"{path}: cannot be written ({error.strerror or error})") from error
-    finally:
-        if handle is not None and os.path.exists(handle.name):
-            os.unlink(handle.name)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 class BadRows:
@@ -546,6 +569,9 @@ class BadRows:
 
 def run_script(main: Callable[[], int]) -> None:
     """Run a script's `main` and exit: with its code, or with one line for an unusable input or output."""
+    for number in (signal.SIGTERM, signal.SIGHUP):  # by default they end a process without its `finally`
+        if signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, lambda number, _frame: sys.exit(128 + number))
     try:
         sys.exit(main())
     except DataError as error:

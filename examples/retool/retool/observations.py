@@ -3,9 +3,9 @@ r"""What the model is told of a call of the code tool, word for word, in RL and 
     what came of a call --Parts--> word --"tool_call"--> "Output:\n42"    as the sandbox says it
     published output --read_published-^  --"code"-------> "42"            as the published ReTool rows have it
 
-Contract: a call's observation is worded here and nowhere else. The loop words what the sandbox found in the dialect that
-the model spoke; the data script reads what a published row shows of a call into the same parts and words them as the
-sandbox would have. So SFT teaches the observations that RL shows.
+Contract: a call's observation is worded here and nowhere else. The loop words what the sandbox found in the dialect
+that the model spoke; the data script reads what a published row shows of a call into the same parts and words them as
+the sandbox would have. So SFT teaches the observations that RL shows.
 
 The published rows hold what a script has printed, and Python's own traceback if it failed. A checkpoint that was
 trained on them as they are speaks the dialect `code`, so there an observation is raw.

@@ -35,7 +35,7 @@ def write_jsonl(path: Path, rows) -> Path:
     return path
 
 
-# Rows as ReTool-SFT has them -------------------------------------------------------------------------------------------
+# Rows as ReTool-SFT has them -----------------------------------------------------------------------------------------
 
 PREAMBLE = (
     "Think about the problem and write Python where it helps. Put code into <code> and </code>; what it prints comes "

@@ -3,7 +3,10 @@
 import gzip
 import json
 import os
+import signal
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import pyarrow as pa
@@ -11,17 +14,8 @@ import pyarrow.parquet as pq
 import pytest
 from data_helpers import run_script
 from retool import data_io
-from retool.data_io import (
-    DataError,
-    RowError,
-    atomic_output,
-    default_output,
-    find_data_files,
-    openai_messages,
-    read_rows,
-    readable,
-    text_content,
-)
+from retool.conversations import openai_messages, text_content
+from retool.data_io import DataError, RowError, atomic_output, default_output, find_data_files, read_rows, readable
 
 EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "retool"
 SHARDS = ["train-00000-of-00002.parquet", "train-00001-of-00002.parquet"]
@@ -231,6 +225,9 @@ def test_every_format_gives_the_same_rows(tmp_path, name):
         ("a.jsonl.gz", b"xxxxxxxx", "cannot be unpacked"),
         ("a.jsonl.gz", gzip.compress(lines_of(ROWS * 99))[:-20], "cannot be unpacked"),
         ("a.json", b"[1, 2", "not JSON in UTF-8"),
+        ("a.json", json.dumps({"data": ROWS}, indent=1).encode(), "its first row goes on over several lines"),
+        ("a.jsonl", "\n".join(json.dumps(row, indent=2) for row in ROWS).encode(), "`jq -c . FILE`"),
+        ("a.jsonl.gz", gzip.compress(json.dumps(ROWS[0], indent=2).encode()), "or all of them as one array"),
     ],
 )
 def test_a_file_that_cannot_be_read_is_named(tmp_path, name, content, says):
@@ -245,6 +242,25 @@ def test_a_missing_column_is_named_with_those_that_are_there(tmp_path, name):
     WRITERS[name](tmp_path / name)
     with pytest.raises(DataError, match="has no column question or problem but Prompt, label, more"):
         list(read_rows([tmp_path / name], [["label"], ["question", "problem"]], "reading"))
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
+@pytest.mark.parametrize("column", ["images", "Image", "audio"])
+def test_a_column_of_pictures_or_sound_is_refused(tmp_path, name, column):
+    table = pa.Table.from_pylist([{"prompt": "A?", column: ["a.png"]}])
+    if name == "a.parquet":
+        pq.write_table(table, tmp_path / name)
+    else:
+        with pa.OSFile(str(tmp_path / name), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
+            writer.write_table(table)
+    with pytest.raises(DataError, match=f"has a column {column}, and models are shown text alone"):
+        list(read_rows([tmp_path / name], [["prompt"]], "reading"))
+
+
+@pytest.mark.parametrize("rows", [b'{"prompt"\n{"prompt": "B"}\n', b'{"prompt": "A"}\n{\n'])
+def test_one_broken_line_at_the_start_is_one_bad_row(tmp_path, rows):
+    (tmp_path / "a.jsonl").write_bytes(rows)
+    assert [bool(row.error) for row in read_rows([tmp_path / "a.jsonl"], [], "reading")].count(True) == 1
 
 
 @pytest.mark.parametrize("name", ["a.csv", "a.jsonl.zst", "a.txt", "a"])
@@ -308,6 +324,36 @@ def test_a_link_stays_a_link_and_its_file_is_replaced(tmp_path):
     dangling.symlink_to(tmp_path / "there" / "made.jsonl")
     write(dangling)
     assert dangling.is_symlink() and (tmp_path / "there" / "made.jsonl").read_text() == "new"
+
+
+def test_two_runs_do_not_write_one_file(tmp_path):
+    with atomic_output(tmp_path / "a.jsonl", "w") as file:
+        file.write("first")
+        with pytest.raises(DataError, match="a.jsonl: is being written by another run"):
+            write(tmp_path / "a.jsonl")
+    assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"] and (tmp_path / "a.jsonl").read_text() == "first"
+
+
+@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGKILL])
+def test_a_killed_run_leaves_nothing_that_the_next_does_not_remove(tmp_path, end):
+    main = (
+        "with atomic_output(Path('out.jsonl'), 'w') as file:\n  print(file.write('x'), flush=True)\n  time.sleep(60)"
+    )
+    script = f"import time\nfrom retool.data_io import *\ndef main():\n {main}\nrun_script(main)"
+    (tmp_path / "out.jsonl").write_text("older")
+    environment = {**os.environ, "PYTHONPATH": str(EXAMPLE)}
+    with subprocess.Popen(
+        [sys.executable, "-c", script], cwd=tmp_path, env=environment, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout and process.stdout.readline() == b"1\n"
+        process.send_signal(end)
+        assert process.wait(timeout=60) in (128 + end, -end)
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left - {".out.jsonl.partial"} == {"out.jsonl"}
+    assert (".out.jsonl.partial" in left) == (end == signal.SIGKILL)
+    assert (tmp_path / "out.jsonl").read_text() == "older"
+    write(tmp_path / "out.jsonl")
+    assert [path.name for path in tmp_path.iterdir()] == ["out.jsonl"]
 
 
 @pytest.mark.parametrize("kind", ["pipe", "folder", "device"])

@@ -13,8 +13,9 @@ import rl_data_preprocess
 from data_helpers import run_script, write_jsonl
 from hypothesis import given
 from hypothesis import strategies as st
+from retool.chat import CODE_INTERPRETER, render_prompt
 from retool.data_io import RowError
-from rl_data_preprocess import evaluation_key, label_text, parse_row, problem_key, strip_instruction
+from rl_data_preprocess import NoAnswer, evaluation_key, parse_row, problem_key, row_label, strip_instruction
 
 SCRIPT = Path(__file__).resolve().parents[3] / "examples" / "retool" / "rl_data_preprocess.py"
 BEFORE = (
@@ -48,7 +49,7 @@ def dapo(problem: str, label="34", wrap: bool = True) -> dict:
         # GSM8K, MATH, and other data sets as they are published
         {"question": "What is $1+1$?", "answer": "One and one is <<1+1=2>>2 apples.\nSo it is 2.\n#### 2"},
         {"problem": "What is $1+1$?", "level": "Level 1", "solution": "First \\boxed{1}, then $\\boxed{2}$."},
-        {"problem": "What is $1+1$?", "solution": "Whatever \\boxed{3}", "answer": "2"},
+        {"problem": "What is $1+1$?", "solution": "First \\boxed{1}, so \\boxed{2.0}", "answer": "2"},
         {"problem": "What is $1+1$?", "answer": "Adding gives\n\\[\\boxed{2}\\]"},
         {"prompt": "What is $1+1$?", "solution": "2", "reward_model": {"ground_truth": "2"}},
         {"prompt": json.dumps([{"role": "user", "content": "What is $1+1$?"}]), "label": "2"},
@@ -117,10 +118,27 @@ def test_keep_instruction_keeps_the_prompt_and_still_knows_the_problem():
         ("$\\boxed{\\frac{1}{2}}$", "\\frac{1}{2}"),
         ("\\begin{pmatrix}\n1 & 2\n\\end{pmatrix}", "\\begin{pmatrix}\n1 & 2\n\\end{pmatrix}"),
         ("\\frac12", "\\frac12"),
+        (["5"], "5"),
+        ([5.0], "5"),
+        ('["5"]', "5"),
+        ("['34']", "34"),
+        ("[ -2.5 ]", "-2.5"),
+        ("[1, 2]", "[1, 2]"),
+        ("Answer: 34", "34"),
+        ("**Answer:** $34$", "$34$"),
+        ("The answer is 34.", "34"),
+        ("So, the final answer is: \\frac{1}{2}", "\\frac{1}{2}"),
+        ("1e-07", "0.0000001"),
+        (1e-07, "0.0000001"),
+        ("2.5E3", "2500"),
+        (1e22, "10000000000000000000000"),
+        (0.30000000000000004, "0.3"),
+        ("0.30000000000000004", "0.3"),
+        ("3.14159265358979", "3.14159265358979"),
     ],
 )
 def test_labels_are_strings(label, text):
-    assert label_text({"label": label}) == text
+    assert row_label({"label": label}) == text
 
 
 @pytest.mark.parametrize(
@@ -133,15 +151,22 @@ def test_labels_are_strings(label, text):
         ({"prompt": "A?", "label": None}, "no label"),
         ({"prompt": "A?", "label": " "}, "no label"),
         ({"prompt": "A?", "label": True}, "no label"),
-        ({"prompt": "A?", "label": ["1"]}, "no label"),
+        ({"prompt": "A?", "label": ["1", "2"]}, "no label"),
         ({"prompt": "A?", "reward_model": None}, "no label"),
         ({"prompt": "A?", "reward_model": {"ground_truth": None}}, "no label"),
         ({"prompt": "A?", "label": float("nan")}, "no label"),
         ({"prompt": "A?", "label": float("inf")}, "no label"),
         ({"prompt": "A?", "label": "3", "answer": "4"}, "label is '3', but answer is '4'"),
         ({"prompt": "A?", "answer": "4", "reward_model": {"ground_truth": "5"}}, "answer is '4', but reward_model"),
+        ({"prompt": "A?", "label": 1 / 3}, "label is 0.3333333333333333, which is cut off or rounded"),
+        ({"prompt": "A?", "label": "2", "images": ["a.png"]}, "the problem comes with images"),
+        (
+            {"prompt": "<|im_start|>user\nA?<|im_end|>\n<|im_start|>assistant\n", "label": "2"},
+            "put through a chat template that does not list the tool 'code_interpreter'",
+        ),
         ({"prompt": "A?", "answer": "First we add.\nThen we are done."}, "answer is a worked solution"),
         ({"prompt": "A?", "answer": "word " * 50}, "answer is a worked solution"),
+        ({"problem": "A?", "solution": "It is \\boxed{3}.", "answer": "2"}, "answer is '2', but solution is '3'"),
         ({"problem": "A?", "solution": "It is 3."}, "the worked solution has no '#### ...' and no box"),
         ({"prompt": "A?", "text": "x"}, "the row has prompt, text"),
         ({"text": "A?", "label": "1"}, "the row has text, label"),
@@ -168,6 +193,60 @@ def test_labels_are_strings(label, text):
 def test_what_cannot_be_used_says_why(bad, reason):
     with pytest.raises(RowError, match=reason):
         parse_row(bad)
+
+
+def test_a_templated_prompt_that_lists_the_tool_stays_as_rl_takes_it():
+    prompt = render_prompt("A?", [CODE_INTERPRETER])
+    assert parse_row({"prompt": prompt, "label": "2"}).prompt == prompt.strip()
+
+
+@pytest.mark.parametrize(
+    "none", ["proof", "notfound", "N/A", "None", "not found", "NULL", "nan", "Unknown.", "-", "?"]
+)
+@pytest.mark.parametrize("field", ["label", "answer"])
+def test_words_that_say_that_there_is_no_answer_are_no_label(none, field):
+    with pytest.raises(NoAnswer, match=f"{field} is"):
+        parse_row({"prompt": "A?", field: none, "solution": "So \\boxed{2}."})
+
+
+@pytest.mark.parametrize(
+    "mark", [{"question_type": "proof"}, {"problem_is_valid": "Incomplete"}, {"solution_is_valid": "No"}]
+)
+def test_a_problem_that_its_data_set_marks_as_none_is_left_out_and_counted(tmp_path, mark):
+    good = {"question_type": "MCQ", "problem_is_valid": "Yes", "solution_is_valid": "Yes"}
+    rows = [{"problem": f"{n}?", "answer": "A", **good, **(mark if n % 2 else {})} for n in range(8)]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "numina.parquet")
+    result = run(tmp_path, "--dataset", "numina.parquet", "--output", "out.jsonl")
+    assert result.returncode == 0 and len(read_jsonl(tmp_path / "out.jsonl")) == 4
+    assert "4 without an answer, as the data set says itself" in result.stdout
+    pq.write_table(pa.Table.from_pylist(rows[1::2]), tmp_path / "numina.parquet")
+    result = run(tmp_path, "--dataset", "numina.parquet", "--output", "out.jsonl", "--force")
+    assert result.returncode == 1 and len(read_jsonl(tmp_path / "out.jsonl")) == 4
+    assert "no problem of 4 rows is left (0 with two labels, 0 of an evaluation file, 4 without an" in result.stderr
+
+
+def test_labels_that_the_reward_takes_for_the_same_are_one(tmp_path):
+    pairs = [
+        ("34", "34.0"),
+        ("\\frac12", "0.5"),
+        ("\\dfrac{\\pi}{2}", "\\frac{\\pi}{2}"),
+        ("1{,}000", "1000"),
+        ("1", "2"),
+    ]
+    rows = [dapo(f"{n}?", label) for n, pair in enumerate(pairs) for label in pair]
+    write_jsonl(tmp_path / "in.jsonl", rows)
+    result = run(tmp_path, "--dataset", "in.jsonl", "--output", "out.jsonl")
+    assert [row["label"] for row in read_jsonl(tmp_path / "out.jsonl")] == [one for one, _ in pairs[:-1]]
+    assert "left out: 1 with two labels" in result.stdout
+    write_jsonl(tmp_path / "in.jsonl", rows[-2:])
+    result = run(tmp_path, "--dataset", "in.jsonl", "--output", "other.jsonl")
+    assert "error: no problem of 2 rows is left (1 with two labels, 0 of an evaluation file)" in result.stderr
+
+
+def test_another_configuration_or_split_takes_another_name(tmp_path):
+    write_jsonl(tmp_path / "GSM8K" / "main" / "test.jsonl", [dapo("A?")])
+    assert run(tmp_path, "--dataset", "GSM8K", "--split", "test", "--config", "main").returncode == 0
+    assert (tmp_path / "data" / "retool" / "gsm8k-main-test.jsonl").exists()
 
 
 @given(st.text(max_size=60).map(str.strip).filter(bool))
@@ -325,7 +404,7 @@ def test_a_test_split_is_never_merged_into_the_training_data(tmp_path):
     assert result.returncode == 1
     assert "holds the configurations main, socratic; choose one with --config" in result.stderr.splitlines()[-1]
     for flags, prompt in ([], "M train?"), (["--split", "test"], "M test?"):
-        result = run(tmp_path, "--dataset", "gsm8k", "--output", "out.jsonl", "--config", "main", *flags)
+        result = run(tmp_path, "--dataset", "gsm8k", "--output", "out.jsonl", "--force", "--config", "main", *flags)
         assert result.returncode == 0, result.stderr
         assert read_jsonl(tmp_path / "out.jsonl") == [{"prompt": prompt, "label": "1"}]
 
@@ -347,7 +426,7 @@ def test_bad_rows_are_named_and_more_than_one_in_a_hundred_stops_it(tmp_path):
     assert "99 of 100 rows" in result.stdout and "bad rows: 1" in result.stdout
     before = (tmp_path / "out.jsonl").read_bytes()
     write_jsonl(tmp_path / "two.jsonl", good + [{"prompt": "x"}, '{"prompt": "\\ud800", "label": "1"}'])
-    result = run(tmp_path, "--dataset", "two.jsonl", "--output", "out.jsonl")
+    result = run(tmp_path, "--dataset", "two.jsonl", "--output", "out.jsonl", "--force")
     assert result.returncode == 1
     assert "two.jsonl row 100: no label" in result.stdout + result.stderr
     assert "two.jsonl row 101: not JSON in UTF-8" in result.stdout + result.stderr

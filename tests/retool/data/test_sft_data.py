@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from retool import actions
 from retool.chat import SYSTEM_PROMPT, tool_call_text
+from retool.conversations import split_blocks
 from retool.data_io import RowError
 from retool.observations import Parts, word
-from sft_data_processing import convert, final_text, question_of, split_blocks
+from sft_data_processing import convert, final_text, question_of
 from tool_sandbox import tool_registry
 
 SCRIPT = Path(__file__).resolve().parents[3] / "examples" / "retool" / "sft_data_processing.py"

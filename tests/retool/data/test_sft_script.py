@@ -43,7 +43,7 @@ def test_the_script_writes_what_vime_reads(tmp_path, kind):
     assert result.returncode == 0, result.stderr
     assert "2 of 2 rows" in result.stdout and "0: 1 rows, 1: 1 rows" in result.stdout
     # exactly how vime.utils.data.read_file reads it
-    output = tmp_path / "data" / "retool" / "ReTool-SFT.parquet"
+    output = tmp_path / "data" / "retool" / ("ReTool-SFT.parquet" if kind == "directory" else "in.parquet")
     read = [r for batch in pq.ParquetFile(output).iter_batches() for r in batch.to_pylist()]
     assert read == [convert(r) for r in rows]
     assert [p.name for p in output.parent.iterdir()] == [output.name]
@@ -95,7 +95,7 @@ def test_one_bad_row_in_a_hundred_is_named_and_left_out(tmp_path):
 def test_two_bad_rows_in_a_hundred_stop_it_and_an_older_output_stays(tmp_path):
     source = write_jsonl(tmp_path / "in.jsonl", [GOOD] * 97 + [{"messages": []}, "[1]"] + [GOOD])
     (tmp_path / "out.parquet").write_text("older")
-    result = run(tmp_path, "--dataset", source, "--output", "out.parquet")
+    result = run(tmp_path, "--dataset", source, "--output", "out.parquet", "--force")
     assert result.returncode != 0
     assert "row 98: empty conversation" in result.stdout + result.stderr
     assert "row 99: expected a JSON object, found list" in result.stdout + result.stderr
@@ -176,7 +176,7 @@ def test_dialect_code_warns(tmp_path):
         (
             lambda d: write_parquet(d / "a.parquet", [{"text": "x"}]),
             ["--dataset", "a.parquet"],
-            "has no column messages or conversations but text",
+            "has no column messages, conversations, instruction or prompt but text",
         ),
         (lambda d: (d / "a.jsonl").write_text(""), ["--dataset", "a.jsonl"], "the file is empty"),
         (
@@ -198,3 +198,41 @@ def test_bad_input_is_one_clear_line(tmp_path, prepare, arguments, says):
     assert "Traceback" not in result.stderr
     assert says in result.stderr.splitlines()[-1]
     assert result.stderr.splitlines()[-1].startswith("error: ")
+
+
+def test_another_tool_name_and_fields_that_are_not_read(tmp_path):
+    messages = [
+        {"role": "user", "content": "Why?", "weight": 1},
+        {"role": "assistant", "tool_calls": [{"function": {"name": "python", "arguments": {"code": "print(1)"}}}]},
+        {"role": "tool", "content": "1"},
+        {"role": "assistant", "content": "Answer: \\boxed{1}", "weight": 1},
+    ]
+    write_jsonl(tmp_path / "in.jsonl", [{"messages": messages}])
+    result = run(tmp_path, "--dataset", "in.jsonl")
+    assert "a call of the tool 'python', which RL does not have; --tool-name" in result.stdout + result.stderr
+    result = run(tmp_path, "--dataset", "in.jsonl", "--tool-name", "python")
+    assert result.returncode == 0 and "fields of messages that are not read: weight (1 rows)" in result.stdout
+
+
+def test_only_the_whole_published_data_in_the_default_dialect_takes_the_name_that_the_launch_reads(tmp_path):
+    write_jsonl(tmp_path / "downloads" / "JoeYing" / "ReTool-SFT" / "train.jsonl", [GOOD] * 3)
+    write_jsonl(tmp_path / "other.jsonl", [GOOD])
+    write_jsonl(tmp_path / "two" / "test.jsonl", [GOOD])
+    names = {
+        "ReTool-SFT.parquet": [],
+        "ReTool-SFT-first2.parquet": ["--limit", 2],
+        "ReTool-SFT-code.parquet": ["--dialect", "code"],
+        "ReTool-SFT-train-code-first1.parquet": ["--dialect", "code", "--limit", 1, "--split", "train"],
+        "other.parquet": ["--dataset", "other.jsonl"],
+        "two-test.parquet": ["--dataset", "two/", "--split", "test"],
+    }
+    folder = tmp_path / "data" / "retool"
+    for count, (name, arguments) in enumerate(names.items(), start=1):
+        assert run(tmp_path, *arguments).returncode == 0
+        assert (folder / name).exists() and len(list(folder.iterdir())) == count, name
+    (folder / "other.parquet").write_text("mine")
+    result = run(tmp_path, *names["other.parquet"])
+    assert result.returncode == 1 and (folder / "other.parquet").read_text() == "mine"
+    assert "other.parquet: is there already; --force replaces it, --output names another" in result.stderr
+    assert run(tmp_path, *names["other.parquet"], "--force").returncode == 0
+    assert pq.read_table(folder / "other.parquet").num_rows == 1
