@@ -75,10 +75,11 @@ for argument in "$@"; do # a file or folder that is named takes the place of all
     fi
 done
 
-# Most tests wait for other processes rather than compute: two lanes run side by side, each about as long as the other,
-# and after them what measures time. A folder that is not named here is in the first one.
-waiting=(tests/retool/{cpu,launch,view} tests/retool/loop/test_{ending,posters}.py tests/retool/sandbox/test_sandbox_ray.py)
-waiting+=(tests/retool/test_surroundings.py)
+# Tests wait for other processes more than they compute: two lanes run side by side, about as long as each other, and
+# after them what measures time. In the second are engines, trainers, browsers and one Ray cluster; what is not named here
+# is in the first.
+waiting=(tests/retool/{train,cpu,view} tests/retool/loop/test_{ending,posters}.py)
+waiting+=(tests/retool/sandbox/test_sandbox_ray.py tests/retool/test_surroundings.py)
 timing=(tests/retool/sandbox/test_sandbox_load.py tests/retool/loop/test_linear.py)
 arguments=(--durations=10 "$@")
 if [[ -t 1 ]]; then arguments+=(--color=yes); fi

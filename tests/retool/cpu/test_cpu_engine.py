@@ -154,12 +154,10 @@ def test_a_real_run_leaves_no_process(real):
 
 def test_log_probs_that_are_shifted_by_a_token_are_found(real):
     folder = str(model.packaged_model(Path(ENVIRONMENT["RETOOL_CACHE"])))
-    shortest = sorted(real.samples, key=lambda sample: sample["response_length"])[:2]
-    samples = [SimpleNamespace(**sample) for sample in shortest]
-    assert report.compare_log_probs(folder, samples).mean < 1e-4
-    for shifted in samples:
-        shifted.rollout_log_probs = [0.0, *shifted.rollout_log_probs[:-1]]
-    assert report.compare_log_probs(folder, samples).mean > options.parse_options([]).logprob_limit
+    shortest = SimpleNamespace(**min(real.samples, key=lambda sample: sample["response_length"]))
+    assert report.compare_log_probs(folder, [shortest]).mean < 1e-4
+    shortest.rollout_log_probs = [0.0, *shortest.rollout_log_probs[:-1]]
+    assert report.compare_log_probs(folder, [shortest]).mean > options.parse_options([]).logprob_limit
 
 
 def test_an_engine_whose_process_is_killed_is_reported_by_that(tmp_path):
@@ -179,15 +177,20 @@ def test_an_engine_whose_process_is_killed_is_reported_by_that(tmp_path):
     )
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGKILL])
-def test_a_run_that_is_stopped_while_it_starts_leaves_no_process(tmp_path, signum):
+def test_a_run_that_is_stopped_while_it_starts_leaves_no_process(tmp_path):
     bystander = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    process = start(tmp_path, "--output", tmp_path / "out")
-    wait_for(lambda: len(descendants(process.pid)) >= 4)  # the launcher, vLLM, and what it starts in its turn
-    left = descendants(process.pid)
-    process.send_signal(signum)
-    done = finish(process, timeout=60)
-    assert done.code == (130 if signum == signal.SIGINT else -signal.SIGKILL), done.err
+    runs = {signum: start(tmp_path, "--output", tmp_path / signum.name) for signum in (signal.SIGINT, signal.SIGKILL)}
+    left: set[int] = set()
+    for process in runs.values():
+        wait_for(
+            lambda run=process: len(descendants(run.pid)) >= 4
+        )  # the launcher, vLLM, and what it starts in its turn
+        left |= descendants(process.pid)
+    for signum, process in runs.items():
+        process.send_signal(signum)
+    for signum, process in runs.items():
+        done = finish(process, timeout=60)
+        assert done.code == (130 if signum == signal.SIGINT else -signal.SIGKILL), done.err
     assert_ended(left)
     assert bystander.poll() is None
     bystander.kill()

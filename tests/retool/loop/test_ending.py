@@ -13,6 +13,8 @@ from types import SimpleNamespace
 import pytest
 from retool import failures
 
+from vime.utils.types import Sample
+
 HERE = Path(__file__).resolve().parent
 EXAMPLE = HERE.parents[2] / "examples" / "retool"
 DRIVER = HERE / "rollout_modes.py"
@@ -164,6 +166,12 @@ def fresh():
 LOST = RuntimeError("the worker is gone")
 
 
+def test_a_lost_episode_is_logged(caplog):
+    failures.count(LOST, 0.5)
+    failures.count(None, 0.5)
+    assert caplog.messages == ["a rollout is lost and will not be trained on: the worker is gone"]
+
+
 def test_a_share_of_the_last_episodes_may_be_lost():
     for _ in range(32):
         failures.count(LOST, 0.5)
@@ -242,3 +250,58 @@ def test_elsewhere_an_exception_is_only_raised():
 
     assert asyncio.run(main()) is False
     failures.raise_if_ended()
+
+
+@pytest.mark.parametrize("in_worker", [True, False])
+@pytest.mark.parametrize("gives_back", [True, False])
+def test_what_an_episode_raises_is_raised_unless_the_rollout_gets_it_from_elsewhere(request, in_worker, gives_back):
+    if in_worker:
+        request.getfixturevalue("worker")
+
+    @failures.ends_the_run(gives_sample_back=gives_back)
+    async def generate(args, sample):
+        raise LOST
+
+    sample = Sample()
+    if in_worker and gives_back:
+        assert asyncio.run(generate(None, sample=sample)) is sample and sample.status == Sample.Status.ABORTED
+        assert asyncio.run(generate(None, sample)) is sample  # and no episode is started any more
+    else:
+        with pytest.raises(RuntimeError, match="the worker is gone"):
+            asyncio.run(generate(None, sample))
+        assert sample.status == Sample.Status.PENDING
+
+
+@pytest.mark.parametrize(
+    "place, ends",
+    [("an actor's own loop", True), ("vime's loop in an actor", False), ("a driver", False), ("", False)],
+)
+def test_a_process_whose_loop_drops_what_is_raised_is_ended(monkeypatch, place, ends):
+    """A rollout function of the user's own, in a Ray actor: none but an actor's process is ended."""
+    now, ended = SimpleNamespace(seconds=0.0), []
+    monkeypatch.setattr(failures.time, "monotonic", lambda: now.seconds)
+    monkeypatch.setattr(failures, "_end_process", ended.append)
+    context = SimpleNamespace(get_actor_id=lambda: None if place == "a driver" else "actor")
+    ray = SimpleNamespace(is_initialized=lambda: bool(place), get_runtime_context=lambda: context)
+    monkeypatch.setitem(sys.modules, "ray", ray)
+
+    async def main():
+        if place.startswith("vime's"):
+            vimes = SimpleNamespace(async_loop=SimpleNamespace(loop=asyncio.get_running_loop()))
+            monkeypatch.setitem(sys.modules, "vime.utils.async_utils", vimes)
+        for now.seconds in (100.0, 100.0 + failures.MAX_SWALLOWED_SECONDS):
+            assert failures.end_run(LOST) is False
+        assert ended == []
+        now.seconds += 0.1
+        assert failures.end_run(LOST) is False
+        assert ended == [LOST] * ends
+
+    asyncio.run(main())
+
+
+def test_a_vime_whose_worker_is_built_in_another_way_is_ended_by_its_process(worker, monkeypatch):
+    ended = []
+    monkeypatch.setattr(failures, "_end_process", ended.append)
+    worker.output_queue = []
+    failures.end_run(LOST)
+    assert ended == [LOST]
