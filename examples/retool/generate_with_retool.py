@@ -53,6 +53,7 @@ from retool.chat import (
 )
 from retool.engine import EngineError, EngineRefused
 from retool.episode import (
+    ANSWER_TOKENS,
     CallRecord,
     EndReason,
     Episode,
@@ -61,6 +62,7 @@ from retool.episode import (
     append_observation,
     begin_turn,
     encode,
+    frame_ids,
     frame_length,
     interrupt,
     keep_partial_turn,
@@ -71,6 +73,7 @@ from retool.episode import (
     template_prefix,
     until_aborted,
     vocabulary,
+    within_turn,
 )
 from retool.failures import TooManyFailures
 from tool_sandbox import TOOL_CONFIGS, SandboxError, tool_registry
@@ -180,7 +183,9 @@ async def _generate(args: Any, sample: Any, sampling_params: dict[str, Any], eva
             if observation is None or (episode.aborting and not episode.continued):
                 end = EndReason.ABORT
                 break
-            append_observation(episode, around, observation, turn.text)
+            if not append_observation(episode, around, observation, turn.text):
+                end = episode.limits.binding(sample)
+                break
     except (EngineError, SandboxError) as error:
         failure = error
         end = EndReason.ABORT if episode.aborting else EndReason.INFRASTRUCTURE_ERROR
@@ -207,10 +212,7 @@ def _open_episode(args: Any, sample: Any, sampling_params: dict[str, Any], evalu
             f"row {getattr(sample, 'index', None)} of the prompts, field {field!r} (--input-key): {error}"
         ) from error
     _start_workers()
-    params = dict(sampling_params)
-    stop = params.get("stop") or []
-    stop = [stop] if isinstance(stop, str) else list(stop)
-    params["stop"] = stop + [tag for tag in CODE_STOPS if tag not in stop]
+    params = request.with_stops(sampling_params, CODE_STOPS, frame_ids(state.tokenizer).end)
     limits = Limits.of(args, params["max_new_tokens"], evaluation)
     episode = Episode(args, sample, state, params, limits, prompt, prefix)
     record = resumable(sample) if episode.continued else None
@@ -236,7 +238,7 @@ def _start_workers() -> None:
 async def _sample_turn(episode: Episode) -> Turn:
     """The turn that comes next, or what an abort had left of it and the rest.
 
-    One request, and more only while the stop tag that ended it stands inside an unfinished string.
+    One request, and more only while the stop tag that ended it closes no call: in a string, in prose, in a thought.
     """
     sample, limits = episode.sample, episode.limits
     text, reading = sample.response[episode.text_start :], None
@@ -276,7 +278,7 @@ async def _complete(episode: Episode, room: int) -> engine.Completion:
     completion = await engine.complete(post, asked.router, asked.payload, asked.headers, known_ids, asked.centering)
     if asked.known_rows:
         completion.meta["routed_experts_start_len"] = asked.known_rows
-    return completion
+    return within_turn(completion, frame_ids(episode.state.tokenizer))
 
 
 def _end_reason(episode: Episode, turn: Turn, around: Frame) -> EndReason | None:
@@ -290,7 +292,7 @@ def _end_reason(episode: Episode, turn: Turn, around: Frame) -> EndReason | None
         return EndReason.CALL_CAP
     if episode.turns >= TOOL_CONFIGS["max_turns"]:
         return EndReason.TURN_CAP
-    if episode.limits.room(episode.sample) <= frame_length(episode.state.tokenizer, around):
+    if episode.limits.room(episode.sample) <= frame_length(episode.state.tokenizer, around) + ANSWER_TOKENS:
         return episode.limits.binding(episode.sample)
     return None
 

@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 
 from retool import ledger, replay_data
 from retool.actions import Action, Invalid
-from retool.chat import OPEN_TURN, Frame, neutralize, read_template_prefix, shorten
+from retool.chat import IM_END, IM_START, OPEN_TURN, Frame, neutralize, read_template_prefix, shorten
 from retool.engine import Completion
 
-MIN_BODY_CHARS = 64  # of an observation: cut further, nothing but the note of what is left out remains
+MIN_BODY_CHARS = 64  # of an observation: cut further, little but the note of what is left out would remain
 ANSWER_TOKENS = 64  # that a long observation leaves to the turn after it: an answer fits
 ABORT_TICK = 0.2  # seconds between looks at vime's flag while a tool runs: nothing tells when it is set
 
@@ -238,6 +238,18 @@ def keep_partial_turn(episode: Episode, completion: Completion) -> None:
         record_turn(episode, ids[:kept], completion.log_probs[:kept], meta)
 
 
+def within_turn(completion: Completion, ids: FrameIds) -> Completion:
+    """What of an engine's answer belongs to the turn: up to the first token of the chat format's frames that the model
+    writes itself. The rest would be a turn of the user's in the model's own words, and trained on."""
+    sampled = completion.token_ids
+    first = min((sampled.index(one) for one in ids if one in sampled), default=len(sampled))
+    kept = first + (sampled[first : first + 1] == [ids.end])
+    if kept == len(sampled):
+        return completion
+    meta = replay_data.of_the_first(completion.meta, len(sampled), kept) | {"finish_reason": {"type": "stop"}}
+    return Completion(sampled[:kept], completion.log_probs[:kept], meta)
+
+
 def _begins_a_stop(text: str, stops: list[str]) -> bool:
     return any(text.endswith(stop[:length]) for stop in stops for length in range(1, len(stop)))
 
@@ -264,12 +276,13 @@ async def until_aborted(episode: Episode, call: Coroutine[Any, Any, str]) -> str
         task.cancel()
 
 
-def append_observation(episode: Episode, around: Frame, body: str, said: str) -> None:
-    """Write what the model is shown after it said `said`."""
-    tokenizer, room = episode.state.tokenizer, episode.limits.room(episode.sample)
-    bare = frame_length(tokenizer, around)
-    text, ids = _fit_observation(tokenizer, around, neutralize(body), max(bare, room - ANSWER_TOKENS))
-    _show(episode, text, ids)
+def append_observation(episode: Episode, around: Frame, body: str, said: str) -> bool:
+    """Write what the model is shown after it said `said`; False where too little room is left to show anything of it."""
+    room = episode.limits.room(episode.sample) - ANSWER_TOKENS
+    fitting = _fit_observation(episode.state.tokenizer, around, neutralize(body), room)
+    if fitting is None:
+        return False
+    _show(episode, *fitting)
     spoken = episode.pending_prefix + said
     if around.after.endswith(OPEN_TURN + episode.template_prefix):
         episode.pending_prefix = episode.template_prefix
@@ -278,6 +291,7 @@ def append_observation(episode: Episode, around: Frame, body: str, said: str) ->
     else:
         episode.pending_prefix = ""
     begin_turn(episode)
+    return True
 
 
 def _show(episode: Episode, text: str, ids: list[int]) -> None:
@@ -293,15 +307,17 @@ def begin_turn(episode: Episode) -> None:
     episode.hallucinated_here = 0
 
 
-def _fit_observation(tokenizer: Any, around: Frame, body: str, room: int) -> tuple[str, list[int]]:
-    """The framed observation in at most `room` ids, its body cut to fit. The bare frame must fit."""
+def _fit_observation(tokenizer: Any, around: Frame, body: str, room: int) -> tuple[str, list[int]] | None:
+    """Text and ids of the framed observation in at most `room` ids, its body cut to fit; None if nothing of it does."""
     kept = len(body)
     while True:
-        text = around.before + (shorten(body, kept) if kept else "") + around.after
+        text = around.before + shorten(body, kept) + around.after
         ids = encode(tokenizer, text)
-        if len(ids) <= room or kept == 0:
+        if len(ids) <= room:
             return text, ids
-        kept = kept * room // (len(ids) + 1) if kept > MIN_BODY_CHARS else 0
+        if kept <= MIN_BODY_CHARS:
+            return None
+        kept = max(MIN_BODY_CHARS, kept * max(room, 0) // (len(ids) + 1))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -313,21 +329,38 @@ def encode(tokenizer: Any, text: str) -> list[int]:
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
+class FrameIds(NamedTuple):
+    start: int  # of <|im_start|>
+    end: int  # of <|im_end|>
+
+
 class _Known(NamedTuple):
     """What a tokenizer was asked once; a process has one tokenizer."""
 
     tokenizer: Any
     vocabulary: int | None
+    frame_ids: FrameIds | None  # None where <|im_start|> or <|im_end|> is no token
     frames: dict[Frame, int]
     template_prefixes: dict[str, str]
 
 
-_known = _Known(None, None, {}, {})
+_known = _Known(None, None, None, {}, {})
 
 
 def vocabulary(tokenizer: Any) -> int | None:
     """How many ids there are, None if the tokenizer does not say."""
     return _ask(tokenizer).vocabulary
+
+
+def frame_ids(tokenizer: Any) -> FrameIds:
+    """Of the tokens between turns. ValueError if the tokenizer has no such tokens: its model could not end a turn."""
+    ids = _ask(tokenizer).frame_ids
+    if ids is None:
+        raise ValueError(
+            f"{IM_START} and {IM_END} are no tokens of this checkpoint's tokenizer, and retool speaks with models in "
+            "that format alone. Start from a checkpoint of Qwen's family, or one that was trained with ChatML's tokens."
+        )
+    return ids
 
 
 def frame_length(tokenizer: Any, around: Frame) -> int:
@@ -354,5 +387,7 @@ def _ask(tokenizer: Any) -> _Known:
             size = len(tokenizer) or None
         except TypeError:
             size = None
-        _known = known = _Known(tokenizer, size, {}, {})
+        start, end = encode(tokenizer, IM_START), encode(tokenizer, IM_END)
+        ids = FrameIds(start[0], end[0]) if len(start) == len(end) == 1 and start != end else None
+        _known = known = _Known(tokenizer, size, ids, {}, {})
     return known

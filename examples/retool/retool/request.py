@@ -1,8 +1,8 @@
 """What one turn asks of the engine: vime's arguments and the state of a sample, as a request.
 
 Contract: pure. The ids are the sample's own, all of them; the dict of sampling parameters that vime hands out, which
-samples may share, is not changed. What vime does in functions of its own (the mapping of parameters, the checks of score
-centering) is handed in, since not every vime has them.
+samples may share, is not changed. What vime does in functions of its own (the mapping of parameters, the checks of
+score centering) is handed in, since not every vime has them.
 """
 
 from __future__ import annotations
@@ -66,6 +66,19 @@ def build(args: Any, sample: Any, params: dict[str, Any], room: int, hooks: Vime
     return Request(f"{args.vllm_router_ip}:{args.vllm_router_port}", payload, headers, centering, known_rows)
 
 
+def with_stops(params: dict[str, Any], tags: tuple[str, ...], turn_end: int) -> dict[str, Any]:
+    """vime's sampling parameters, with the stop tags and the token that ends a turn of the chat format: an engine
+    stops by itself only at the end token of the checkpoint, which may be another one."""
+    stop = params.get("stop") or ()
+    stop = (stop,) if isinstance(stop, str) else stop
+    stop_ids = params.get("stop_token_ids") or ()
+    return {
+        **params,
+        "stop": list(dict.fromkeys((*stop, *tags))),
+        "stop_token_ids": list(dict.fromkeys((*stop_ids, turn_end))),
+    }
+
+
 def _later_seed(seed: int, position: int) -> int:
     """The seed of a request that continues a response of `position` tokens; the first one keeps the sample's.
 
@@ -79,9 +92,9 @@ def abort_mode(args: Any) -> str | None:
     """How newer vime is to end a sample that it has no use for: "request" cancels its task, None has the engines end
     their requests and give back what they sampled.
 
-    A cancelled request loses its turn, so with --partial-rollout engines end them: vime keeps a group only if something
-    of an aborted sample is there. So they do with --use-distributed-post: a Ray actor posts the requests then, and a
-    cancelled task reaches neither it nor the engine, which would go on.
+    A cancelled request loses its turn, so with --partial-rollout engines end them: vime keeps a group only if
+    something of an aborted sample is there. So they do with --use-distributed-post: a Ray actor posts the requests
+    then, and a cancelled task reaches neither it nor the engine, which would go on.
     """
     given_back = getattr(args, "partial_rollout", False) or getattr(args, "use_distributed_post", False)
     return None if given_back else "request"
@@ -136,6 +149,7 @@ def sampling_params(
     # special would never be seen. The log-probs are the rollout's; without them nothing can be trained on.
     return body | {
         "stop": params["stop"],
+        "stop_token_ids": params["stop_token_ids"],
         "include_stop_str_in_output": True,
         "skip_special_tokens": False,
         "logprobs": log_probs,

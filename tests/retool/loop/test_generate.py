@@ -17,7 +17,16 @@ import pytest
 import tool_sandbox
 from retool import chat, engine, episode, failures
 from retool.episode import ANSWER_TOKENS
-from scripted import PairTokenizer, Rollout, Turn, call, check_sample, check_token_in_token_out, make_params
+from scripted import (
+    CHAT_TOKENS,
+    PairTokenizer,
+    Rollout,
+    Turn,
+    call,
+    check_sample,
+    check_token_in_token_out,
+    make_params,
+)
 
 from vime.utils.types import Sample
 
@@ -197,7 +206,11 @@ def test_requests(rollout, tool):
     assert sent["sampling_params"]["include_stop_str_in_output"] is True
     assert sent["sampling_params"]["skip_special_tokens"] is False
     assert sent["sampling_params"]["logprobs"] == 1
-    for name in ("seed", "top_k", "stop_token_ids", "temperature", "top_p"):
+    assert sent["sampling_params"]["stop_token_ids"] == [
+        5,
+        rollout.tokenizer(END, add_special_tokens=False)["input_ids"][0],
+    ]
+    for name in ("seed", "top_k", "temperature", "top_p"):
         assert sent["sampling_params"][name] == make_params(**params)[name]
     assert rollout.tokenizer.decode(sent["token_ids"]) == sample.payload_text.removesuffix(sample.response)
 
@@ -320,6 +333,68 @@ def test_a_stop_that_repeats_inside_a_string_does_not_ask_forever(rollout, tool)
     assert tool.codes == ["x = '''"] and sample.status == Sample.Status.COMPLETED
 
 
+# --- tokens of the chat format that the model writes itself ------------------------------------------------------------
+
+
+NEXT_TURNS = "\n<|im_start|>user\nGood. Another one?<|im_end|>\n<|im_start|>assistant\nAnswer: \\boxed{42}<|im_end|>"
+
+
+@pytest.mark.parametrize("finish", ["stop", "length"])
+@pytest.mark.parametrize(
+    "said, kept",
+    [
+        ("So \\boxed{41} it is.<|im_end|>", "So \\boxed{41} it is.<|im_end|>"),
+        ("So \\boxed{41} it is.", "So \\boxed{41} it is.\n"),
+        (f"So \\boxed{{41}} it is.{END}{END}", f"So \\boxed{{41}} it is.{END}"),
+    ],
+)
+def test_what_follows_a_turn_is_cut_before_it_is_recorded(rollout, tool, said, kept, finish):
+    """A base model's own end token is another one, so it goes on in the user's place."""
+    ids = rollout.tokenizer.sampled(said + NEXT_TURNS)
+    count = len(rollout.tokenizer.sampled(kept))
+    extra = {"sampling_mask": [[token] for token in ids]}
+    sample = rollout.run([Turn(ids=ids, finish=finish, extra=extra)])
+    assert sample.response == kept and sample.status == Sample.Status.COMPLETED
+    assert sample.loss_mask == [1] * count and sample.rollout_log_probs == [-(i + 1) / 1000 for i in range(count)]
+    assert list(sample.rollout_top_p_token_ids) == ids[:count]
+    assert list(sample.rollout_top_p_token_offsets) == list(range(count + 1))
+    assert asyncio.run(plugin.reward_func(None, sample))["pred"] == "41"
+
+
+def test_a_call_is_answered_in_the_turn_that_was_cut(rollout, tool):
+    sample = rollout.run([Turn("```python\nprint(1)\n```" + NEXT_TURNS), ANSWER])
+    assert tool.codes == ["print(1)"] and "Another one" not in sample.response and retool(sample)["turns"] == 2
+    sample = rollout.run([Turn(NEXT_TURNS.strip()), ANSWER])
+    assert sample.status == Sample.Status.COMPLETED and "neither a tool call" in sample.response
+
+
+def test_an_end_of_turn_that_is_not_the_chat_formats(rollout, tool):
+    for end in ("", "<|endoftext|>", "<｜end▁of▁sentence｜>"):
+        sample = rollout.run([Turn(f"So it is \\boxed{{42}}, as said.{end}")])
+        assert retool(sample)["end_reason"] == "answer"
+        assert asyncio.run(plugin.reward_func(None, sample))["acc"] is True
+
+
+def test_a_tokenizer_without_the_tokens_of_the_chat_format_is_refused(monkeypatch, tool):
+    class Other(PairTokenizer):
+        def __call__(self, text, add_special_tokens=True):
+            return {"input_ids": [ord(letter) for letter in text]}
+
+    rollout = Rollout(monkeypatch, Other())
+    with pytest.raises(ValueError, match="<.im_start.> and <.im_end.> are no tokens of this checkpoint's tokenizer"):
+        rollout.run([ANSWER])
+    rollout.close()
+
+
+def test_a_stop_tag_in_a_thought_or_a_sentence_goes_on_in_the_same_turn(rollout, tool):
+    for part in ("<think>\nI could " + call("0"), "The format is <tool_call></tool_call>", "I need no </code>"):
+        tool.codes.clear()
+        sample = rollout.run([Turn(part), Turn("</think>\n" + call("1")), ANSWER])
+        assert tool.codes == ["1"] and retool(sample)["turns"] == 2
+        assert sample.response.startswith(part + "</think>\n" + call("1"))
+        check_token_in_token_out(sample, rollout.requests)
+
+
 # --- budgets ---------------------------------------------------------------------------------------------------------
 
 
@@ -386,13 +461,13 @@ def test_observations_are_cut_to_fit_with_their_frame_whole(rollout, tool, limit
     prompt = len(probe.tokens) - probe.response_length
     bare = len(rollout.tokenizer(frame, add_special_tokens=False)["input_ids"])
     spoken = len(rollout.tokenizer.sampled(first))
-    for room in (bare, bare + 1, bare + 30, bare + 200, bare + 1000, bare + 3200):
+    for room in (bare, bare + 1, bare + 30, bare + ANSWER_TOKENS, bare + 200, bare + 1000, bare + 3200):
         tool.codes.clear()
         total = spoken + room
         limits = {"max_tokens_per_gpu": prompt + total} if limit == "context" else {}
         params = {"max_new_tokens": total} if limit == "length" else {}
         sample = rollout.run([Turn(first), ANSWER], params=params, **limits)
-        if room <= bare:
+        if room <= bare + ANSWER_TOKENS:  # nothing of the output would be seen, or nothing said of it
             assert sample.status == Sample.Status.TRUNCATED and retool(sample)["end_reason"] == limit
             assert sample.response == first and tool.codes == []
             continue
@@ -401,10 +476,26 @@ def test_observations_are_cut_to_fit_with_their_frame_whole(rollout, tool, limit
         assert observation.startswith(before) and after in observation
         shown = observation[len(before) : observation.index(after)]
         left = total - len(rollout.tokenizer.sampled(first)) - sample.loss_mask.count(0)
-        assert left >= min(ANSWER_TOKENS, room - bare)
-        if room > bare + 200:
-            assert shown.startswith("Output:\n01" if dialect == "tool_call" else "01") and shown.endswith("THE END")
-            assert ("left out" in shown) == (room < bare + 3200)
+        assert left >= ANSWER_TOKENS
+        assert shown.startswith("Output:\n" if dialect == "tool_call" else "01") and shown.endswith("THE END")
+        assert ("left out" in shown) == (room < bare + 3200)
+
+
+@pytest.mark.parametrize("said", [call("1"), "<code>1</code>", f"hm{END}"])
+def test_near_the_end_of_the_budget_nothing_is_shown_as_empty(rollout, tool, said):
+    """The episode ends where its output does not fit, and is not told that there was none."""
+    tool.answer = "0123456789" * 300
+    probe = rollout.run([Turn(said), ANSWER])
+    spoken, frame_tokens = len(rollout.tokenizer.sampled(said)), probe.loss_mask.count(0)
+    ends = set()
+    for room in range(0, min(frame_tokens, 400), 9):
+        sample = rollout.run([Turn(said), Turn("x" * 500)], params={"max_new_tokens": spoken + room})
+        assert sample.status == Sample.Status.TRUNCATED and retool(sample)["end_reason"] == "length"
+        if 0 in sample.loss_mask:
+            body = chat.find_observations(sample.response)[0].body
+            assert len(body) >= 50 and sample.loss_mask[::-1].index(0) >= ANSWER_TOKENS
+        ends.add(0 in sample.loss_mask)
+    assert ends == {True, False}
 
 
 def test_turn_cap(rollout, tool, monkeypatch):
@@ -576,7 +667,8 @@ def test_ids_that_the_engine_cannot_have_sampled(monkeypatch, tool, caplog, ids,
             return 5000
 
         def __call__(self, text, add_special_tokens=True):
-            return {"input_ids": [ord(letter) for letter in text]}
+            ids = [4000 + CHAT_TOKENS.index(text)] if text in CHAT_TOKENS else map(ord, text)
+            return {"input_ids": list(ids)}
 
     rollout = Rollout(monkeypatch, Bounded())
     answer = json.dumps(
