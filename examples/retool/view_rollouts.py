@@ -2,12 +2,12 @@
 
     python examples/retool/view_rollouts.py rollout_0.pt rollout_1.pt ... [-o page.html] [--tokenizer DIR]
 
-FILE is what vime writes with `--save-debug-rollout-data 'DIR/rollout_{rollout_id}.pt'`, or the CPU run's samples.jsonl;
-several files are several rollouts. With a tokenizer (the model's folder) the page also shows tokens and log-probs.
-Nothing in a file is executed, neither here nor in the page, and the page needs no network.
+FILE is what vime writes with `--save-debug-rollout-data 'DIR/rollout_{rollout_id}.pt'`, or the CPU run's
+samples.jsonl; several files are several rollouts. With a tokenizer (the model's folder) the page also shows tokens and
+log-probs. Nothing in a file is executed, neither here nor in the page, and the page needs no network.
 
-Exit code 0 if anything could be shown; what could not be is said in a line each on stderr and in the page. 1 if nothing
-could be.
+Exit code 0 if anything could be shown; what could not be is said in a line each on stderr and in the page. 1 if
+nothing could be.
 """
 
 from __future__ import annotations

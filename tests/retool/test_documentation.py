@@ -136,3 +136,57 @@ def test_what_a_sample_says_about_its_episode_is_documented(monkeypatch):
     paragraph = text[text.index('`sample.metadata["retool"]` holds') :].split("\n\n")[0]
     said = sample.metadata["retool"]
     assert said.keys() | said["calls"][0].keys() == set(re.findall(r"`(\w+)`", paragraph))
+
+
+def number(value: float) -> str:
+    return f"{value:g}"
+
+
+def word(value: float) -> str:
+    words = {2: "two", 3: "three", 4: "four", 50: "fiftieth", 100: "hundred"}
+    return words[round(value)]
+
+
+def flag(script: str, name: str) -> int:
+    """What a launch script passes for a flag."""
+    return int(re.findall(rf"--{name} +(\d+)", (EXAMPLE / f"retool_qwen3_4b_{script}.sh").read_text())[0])
+
+
+def sentences() -> Iterator[tuple[str, str]]:
+    """(document, words): what prose says in numbers, made of the code's."""
+    from cpu import options, rollout, storage
+    from launch import checks
+    from retool import data_io, engine, failures
+    from retool.sandbox import call, ray_pool
+
+    lost, row, seconds = failures.FAILURE_WINDOW, failures.MAX_LOST_IN_A_ROW, failures.MIN_SECONDS_IN_A_ROW
+    yield "README.md", f"of the last {lost} episodes were lost"
+    yield "README.md", f"or {row} in a row over at least {number(seconds)} seconds"
+    yield "docs/design.md", f"of the last {lost} episodes, or {row} in a row over at least {number(seconds)} s"
+    passing = "{}, {} and {}".format(*engine._NO_REFUSALS)
+    yield "README.md", f"4xx but {passing}), or if it does not answer them for about {engine.MAX_START_ATTEMPTS - 1} s"
+    tokens = options.parse_options([]).max_tokens
+    yield "README.md", f"up to {tokens} tokens takes it about {rollout.CORE_SECONDS} seconds of one core"
+    yield "README.md", f"the default {options.DEFAULT_LIMIT} problems"
+    yield "../../README.md", f"puts {options.DEFAULT_LIMIT} problems through"
+    yield "README.md", f"the model takes {storage.MODEL_MB} MB"
+    parameters = 4e9
+    yield "README.md", f"{number(checks.BYTES_PER_PARAMETER * parameters / 1e9)} GB per checkpoint"
+    yield "README.md", f"({checks.BYTES_PER_PARAMETER} bytes per parameter)"
+    yield "README.md", f"of {flag('sft', 'rollout-batch-size')} conversations and writes one per epoch"
+    episodes = flag("rl", "rollout-batch-size") * flag("rl", "n-samples-per-prompt")
+    steps, interval = flag("rl", "num-rollout"), flag("rl", "save-interval")
+    written = checks.BYTES_PER_PARAMETER * parameters * steps / interval / 1e12
+    yield "README.md", f"RL is {steps} steps of {episodes} episodes and writes one every {interval} steps, "
+    yield "README.md", f"every {interval} steps, {number(written)} TB in all"
+    problems = flag("rl", "n-samples-per-eval-prompt")
+    yield "README.md", f"every {flag('rl', 'eval-interval')} steps ({problems} samples per problem"
+    yield "README.md", f"more than one in a {word(1 / data_io.MAX_BAD_SHARE)}"
+    yield "docs/sandbox.md", f"may take {word(call.WALL_FACTOR)} times as many seconds"
+    yield "docs/sandbox.md", f"less than a {word(1 / call.STARVED_SHARE)} of its processor time"
+    yield "docs/sandbox.md", f"seen within {word(ray_pool.REFRESH_SECONDS)} seconds"
+
+
+def test_numbers_in_prose_are_the_codes():
+    said = {name: " ".join((EXAMPLE / name).read_text().split()) for name, _ in sentences()}
+    assert [f"{name}: {words}" for name, words in sentences() if words not in said[name]] == []

@@ -1,7 +1,7 @@
 // Draws the page: the table and its filters, charts of what they leave, one sample or its group, links to each view.
 //
-// What a sample says was read in Python; here it becomes text nodes, never markup. The page's policy forbids markup from
-// strings as such.
+// What a sample says was read in Python; here it becomes text nodes, never markup. The page's policy forbids
+// markup from strings as such.
 
 const ROW = 38; // px, as --row
 const MAX_CALLS_SHOWN = 3; // in the table
@@ -18,7 +18,7 @@ const WORDS = {
   unreadable: "unreadable turn",
 };
 
-// --- small things ----------------------------------------------------------------------------------------------------
+// --- small things ---------------------------------------------------------------------------------------------------
 const $ = (id) => document.getElementById(id);
 const index = JSON.parse($("index").textContent);
 const several = index.files.length > 1;
@@ -46,7 +46,8 @@ const say = (value, digits = 2) =>
 const count = (value) => value.toLocaleString("en");
 const percent = (share) => (share == null ? "–" : `${Math.round(100 * share)} %`);
 const plural = (number, word) => `${count(number)} ${word}${number === 1 ? "" : "s"}`;
-const mean = (values) => (values.length ? values.reduce((sum, value) => sum + Number(value), 0) / values.length : null);
+const sum = (values) => values.reduce((total, value) => total + Number(value), 0);
+const mean = (values) => (values.length ? sum(values) / values.length : null);
 const outcomeWords = (outcome) => WORDS[outcome] ?? outcome;
 const words = (name) => name.replaceAll("_", " ");
 const seconds = (value) => (value == null ? "" : value < 0.1 ? `${say(value * 1000, 1)} ms` : `${say(value)} s`);
@@ -61,7 +62,7 @@ function quantile(list, share) {
   return ordered[Math.max(0, Math.ceil(ordered.length * share) - 1)] ?? 0;
 }
 
-// --- rows and chunks -------------------------------------------------------------------------------------------------
+// --- rows and chunks ------------------------------------------------------------------------------------------------
 const groups = new Map();
 const rows = readRows(Object.entries(index.samples));
 
@@ -109,7 +110,7 @@ async function chunk(id) {
   return known;
 }
 
-// --- what is shown, and the link to it -------------------------------------------------------------------------------
+// --- what is shown, and the link to it ------------------------------------------------------------------------------
 const state = {
   sort: "order", down: false, query: "", filters: {}, // name -> chosen value
   chosen: null, tokens: false, group: false, math: typeof katex !== "undefined",
@@ -145,12 +146,13 @@ function readLink() {
   if (state.chosen ?? state.shown[0]) choose(state.chosen ?? state.shown[0], false);
 }
 
-// --- the table -------------------------------------------------------------------------------------------------------
+// --- the table ------------------------------------------------------------------------------------------------------
 const named = new Set(rows.map((row) => row.dataset)).size > 1;
 const COLUMNS = [
   { key: "order", name: "#", width: 40, number: true,
     cell: (row) => el("button", { type: "button", tabindex: -1 }, String(row.index ?? row.id)) },
-  { key: "problem", name: "problem", cell: (row) => el("span", { class: "problem", title: row.problem }, row.problem) },
+  { key: "problem", name: "problem",
+    cell: (row) => el("span", { class: "problem", title: row.problem }, row.problem) },
   (several || named) && { key: "file", name: "rollout", width: named ? 92 : 52, number: true,
     cell: (row) => `${row.rollout} ${row.dataset}` },
   { key: "group", name: "group", width: 52, number: true, wide: true, cell: (row) => row.group ?? "–" },
@@ -260,7 +262,7 @@ function refresh() {
   writeLink();
 }
 
-// --- filters and search ----------------------------------------------------------------------------------------------
+// --- filters and search ---------------------------------------------------------------------------------------------
 const distinct = (values) => [...new Set(values)].sort();
 const FILTERS = {
   rollout: { name: "Rollout", test: (row, value) => row.file === Number(value),
@@ -274,7 +276,8 @@ const FILTERS = {
     values: () => ["mixed", "all right", "all wrong"].map((name) => [name, name]) },
   end: { name: "Ended by", test: (row, value) => row.end === value,
     values: () => distinct(rows.map((row) => row.end)).map((end) => [end, words(end)]) },
-  outcome: { name: "Call", test: (row, value) => value === "none" ? !row.outcomes.length : row.outcomes.includes(value),
+  outcome: { name: "Call",
+    test: (row, value) => (value === "none" ? !row.outcomes.length : row.outcomes.includes(value)),
     values: () => [["none", "no call"], ...distinct(outcomes(rows)).map((name) => [name, outcomeWords(name)])] },
   prompt: { name: "Problem", test: (row, value) => row.prompt === Number(value),
     values: () => state.filters.prompt ? [[state.filters.prompt, "this one"]] : [] }, // chosen in a sample
@@ -377,7 +380,7 @@ function nextMatch(by) {
   else if (state.query) step(by);
 }
 
-// --- charts: over rollouts where several are shown, else of the samples of the one -------------------------------------
+// --- charts: over rollouts where several are shown, else of the samples of the one ----------------------------------
 const [WIDTH, HEIGHT, LEFT, BOTTOM, TOP] = [200, 66, 30, 14, 6];
 const label = (x, y, text, anchor = "start") => svg("text", { x, y, "text-anchor": anchor }, text);
 const axis = (x1) => svg("line", { class: "axis", x1, x2: WIDTH, y1: HEIGHT - BOTTOM, y2: HEIGHT - BOTTOM });
@@ -490,7 +493,7 @@ function drawCharts(shown) {
   ].filter(Boolean));
 }
 
-// --- one sample, or its group ----------------------------------------------------------------------------------------
+// --- one sample, or its group ---------------------------------------------------------------------------------------
 let drawing = 0; // number of the newest drawing of the detail; an older one stops
 
 function choose(row, look = true) {
@@ -527,7 +530,8 @@ async function drawDetail() {
   if (state.group) body.append(el("div", { class: "columns" }, ...members.map((one, at) => column(one, loaded[at]))));
   else body.append(...transcript(row, loaded[0]));
   body.addEventListener("pointerover", readOut);
-  const readout = state.tokens && el("output", { id: "readout", class: "readout" }, "Point at a token for its log-prob.");
+  const hint = "Point at a token for its log-prob.";
+  const readout = state.tokens && el("output", { id: "readout", class: "readout" }, hint);
   document.body.classList.toggle("comparing", state.group);
   $("detail").replaceChildren(...[detailHeader(row), state.tokens && legend(), body, readout].filter(Boolean));
   if (markMatches()) showMatch();
@@ -535,7 +539,8 @@ async function drawDetail() {
 }
 
 function detailHeader(row) {
-  const toggle = (name, key, on, off, why) => el("div", { class: "switch", role: "group", "aria-label": name, title: why },
+  const toggle = (name, key, on, off, why) => el("div",
+    { class: "switch", role: "group", "aria-label": name, title: why },
     ...[off, on].map((text, at) => el("button", { type: "button", disabled: Boolean(why) && at === 1,
       "aria-pressed": String(state[key] === (at === 1)), click: () => set(key, at === 1) }, text)));
   const file = index.files[row.file];
@@ -579,8 +584,10 @@ function facts(row, all) {
 }
 
 async function set(key, value) {
-  const possible = { tokens: index.tokenized, math: typeof katex !== "undefined", group: state.chosen?.members.length > 1 };
-  if (!state.chosen || !possible[key]) return;
+  if (!state.chosen) return;
+  const group = state.chosen.members.length > 1;
+  const possible = { tokens: index.tokenized, math: typeof katex !== "undefined", group };
+  if (!possible[key]) return;
   state[key] = value;
   const place = document.activeElement?.closest(".switch")?.getAttribute("aria-label");
   await drawDetail();
@@ -610,7 +617,7 @@ function column(row, loaded) {
     ...transcript(row, loaded));
 }
 
-// --- the transcript --------------------------------------------------------------------------------------------------
+// --- the transcript -------------------------------------------------------------------------------------------------
 const TITLES = { model: "model", masked: "masked", hallucinated: "hallucinated output" };
 const NOTES = { masked: "the model's, not trained on", hallucinated: "written by the model" };
 
@@ -650,8 +657,8 @@ function callTitle(calls, call) {
   return [title, [outcomeWords(outcome), seconds(taken)].filter(Boolean).join(", ")];
 }
 
-const program = (part, text) => el("code",
-  part === "ran" ? { class: "source" } : { class: "source idle", title: "The loop did not run this" }, ...visible(text));
+const idle = { class: "source idle", title: "The loop did not run this" };
+const program = (part, text) => el("code", part === "ran" ? { class: "source" } : idle, ...visible(text));
 
 // Formulas. Each opener is closed within a bounded stretch, so that a hostile text is not read more than a few times.
 const MATH = new RegExp([
@@ -669,8 +676,8 @@ const drawLater = new IntersectionObserver((entries) => {
   }
 });
 
-/** A paragraph; its formulas are drawn when it comes into view. While there is a search they stay as they were written,
-    so that what is found can be marked. */
+/** A paragraph; its formulas are drawn when it comes into view. While there is a search they stay as they were
+    written, so that what is found can be marked. */
 function prose(text, kind = "prose") {
   let [from, to] = [0, text.length];
   while (text[from] === "\n") from++; // a pattern for the end would be tried at every newline of the text
@@ -713,8 +720,10 @@ const doubleStruck = (letter) => ({ C: "ℂ", H: "ℍ", N: "ℕ", P: "ℙ", Q: "
   String.fromCodePoint(0x1d538 + letter.charCodeAt(0) - 65);
 
 // Characters that are not seen, or that change the direction of others, are written out; chat tokens are set apart.
-const UNSEEN =
-  /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff]+|(?:<\|[a-z_]{1,24}\|>)+/g;
+const UNSEEN = new RegExp([
+  /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff]+/.source,
+  /(?:<\|[a-z_]{1,24}\|>)+/.source,
+].join("|"), "g");
 const codePoint = (char) => `U+${char.charCodeAt(0).toString(16).toUpperCase().padStart(4, "0")}`;
 const symbol = (char) => (char < " " ? String.fromCharCode(0x2400 + char.charCodeAt(0)) : codePoint(char));
 
@@ -733,7 +742,7 @@ function visible(text) {
   return parts;
 }
 
-// --- tokens ----------------------------------------------------------------------------------------------------------
+// --- tokens ---------------------------------------------------------------------------------------------------------
 /** A function that gives the tokens up to a place in the text, from where it stopped before. */
 function tokenReader({ text, lengths, logProbs }) {
   const chars = [...text];
@@ -778,7 +787,7 @@ function readOut(event) {
   $("readout").textContent = `${text}  token ${token.dataset.token}: ${about}`;
 }
 
-// --- keyboard, and the start -----------------------------------------------------------------------------------------
+// --- keyboard, and the start ----------------------------------------------------------------------------------------
 const KEYS = {
   j: () => step(1),
   k: () => step(-1),

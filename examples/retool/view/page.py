@@ -6,8 +6,8 @@ The browser reads the columns at once and a chunk when its sample is looked at, 
 opens at once. A chunk is JSON, as raw DEFLATE in base64; lengths in it are counted in code points.
 
 Contract. Text from a file is data all the way: it is in the page only as base64 or as JSON without "<", so that it
-cannot end the element it is in, and the page's policy lets nothing run but our scripts, by their digest, and nothing be
-fetched at all. They make text nodes of it and never markup.
+cannot end the element it is in, and the page's policy lets nothing run but our scripts, by their digest, and nothing
+be fetched at all. They make text nodes of it and never markup.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ from view.samples import KINDS, Rule, Shown, advantages, messages, read
 from view.tokens import Vocabulary
 
 PARTS = Path(__file__).resolve().parent
-# KaTeX draws the mathematics. This package is the smallest on PyPI that carries its script: a pure wheel of 98 KB, which
-# pip has wherever the page is made, as npm is not. Of its two kinds of output, MathML needs no style sheet and no fonts:
-# browsers draw it themselves, so the page grows by the script alone. Without the package formulas stay as written.
+# KaTeX draws the mathematics. This package is the smallest on PyPI that carries its script: a pure wheel of 98 KB,
+# which pip has wherever the page is made, as npm is not. Of its two kinds of output, MathML needs no style sheet and
+# no fonts: browsers draw it themselves, so the page grows by the script alone. Without the package formulas stay as
+# written.
 KATEX = "sphinxcontrib-katex==0.9.11"
 
 
@@ -62,7 +63,8 @@ class Page:
         return len(self._chunks)
 
     def add(self, rollout: Rollout, datasets: Iterable[str] = ()) -> list[str]:
-        """Take in a rollout; gives what of it cannot be shown, a line each. `datasets` names those of an evaluation."""
+        """Take in a rollout; gives what of it cannot be shown, a line each. `datasets` names those of an
+        evaluation."""
         gaps: Counter[str] = Counter()
         shown = []
         for raw in rollout.samples:
@@ -154,8 +156,8 @@ class Page:
 
 
 def _grouped(samples: list[Shown], datasets: list[str]) -> list[Shown]:
-    """Samples of an evaluation, each with its dataset and the number of its problem in it. vime writes one dataset after
-    the other, each by its own index from 0 on, and numbers no groups."""
+    """Samples of an evaluation, each with its dataset and the number of its problem in it. vime writes one dataset
+    after the other, each by its own index from 0 on, and numbers no groups."""
     found: list[Shown] = []
     number, last, problems = -1, None, {}  # type: ignore[var-annotated]
     for sample in samples:

@@ -54,8 +54,8 @@ class Segment(NamedTuple):
     parts: tuple[Part, ...] = ()
 
 
-# "model": trained on. "masked": the model's, not trained on. "observation": a tool's output or the loop's own words, in
-# its frame. "hallucinated": looks like an observation, but the model wrote it.
+# "model": trained on. "masked": the model's, not trained on. "observation": a tool's output or the loop's own words,
+# in its frame. "hallucinated": looks like an observation, but the model wrote it.
 KINDS = ("model", "masked", "observation", "hallucinated")
 
 
@@ -193,7 +193,7 @@ def _problem(prompt: Any) -> str:
 
 
 def messages(prompt: str) -> list[tuple[str, str]]:
-    """(role, text) of a prompt in ChatML, without the open turn at its end; the whole text as the user's if it is none."""
+    """(role, text) of a prompt in ChatML, without the open turn at its end; else the whole text, as the user's."""
     if not prompt.startswith(IM_START):
         return [("user", prompt)]
     found = []
@@ -271,8 +271,8 @@ _THOUGHT_MARKS = re.compile(rf"<think>|</think>|{re.escape(IM_START)}")
 
 
 def _with_parts(segments: Iterable[Segment], prompt: str, tools: Collection[str]) -> Iterator[Segment]:
-    """The model's segments with their programs, and each observation of a call with the call's number: they come in the
-    same order."""
+    """The model's segments with their programs, and each observation of a call with the call's number: they come in
+    the same order."""
     call = 0
     in_thought = prompt.rstrip().endswith("<think>")
     for segment in segments:

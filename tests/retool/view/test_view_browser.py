@@ -381,7 +381,7 @@ def test_huge_and_repeated_text_does_not_hang(show, text):
     assert browser.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 
-# --- links, copies, groups, evaluations -------------------------------------------------------------------------------
+# --- links, copies, groups, evaluations ------------------------------------------------------------------------------
 
 
 def group_of(scores, group, **changes):
@@ -490,7 +490,7 @@ def test_an_evaluation_by_dataset_and_problem(show):
     assert len(rows(browser)) == 4 and "accuracy 75 %" in browser.texts("#summary")[0]
 
 
-# --- mathematics ------------------------------------------------------------------------------------------------------
+# --- mathematics -----------------------------------------------------------------------------------------------------
 
 FORMULAS = {
     "$x^2$": "x2",
