@@ -158,7 +158,7 @@ const COLUMNS = [
   { key: "group", name: "group", width: 52, number: true, wide: true, cell: (row) => row.group ?? "–" },
   { key: "pass", name: "pass", width: 42, number: true, title: "share of right answers in the group",
     cell: (row) => `${kept(row.members, "right").filter(Boolean).length}/${row.members.length}` },
-  { key: "score", name: "reward", width: 52, number: true, cell: (row) => say(row.score) },
+  { key: "score", name: "reward", width: 58, number: true, cell: (row) => say(row.score) },
   { key: "right", name: "right", width: 42, cell: mark },
   { key: "advantage", name: "adv.", width: 48, number: true, wide: true, title: `advantage (${words(index.rule)})`,
     cell: (row) => say(row.advantage) },

@@ -17,6 +17,7 @@ import hashlib
 import html
 import importlib.metadata
 import json
+import math
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -193,15 +194,16 @@ def _contents(sample: Shown) -> dict[str, Any]:
     }
     if sample.pieces is not None:
         contents["lengths"] = [len(piece) for piece in sample.pieces]
-        contents["logProbs"] = [_hundredths(value) for value in sample.log_probs or []]
+        contents["logProbs"] = _hundredths(sample.log_probs or [])
     return contents
 
 
-def _hundredths(log_prob: float | None) -> int | None:
+def _hundredths(log_probs: Iterable[float | None]) -> list[int | None]:
     """Of a nat; a positive one is rounding and counts as 0. None where there is none."""
-    if log_prob is None or log_prob != log_prob:
-        return None
-    return round(100 * min(0.0, max(log_prob, -99.0)))
+    return [
+        -int(0.5 - 100 * max(value, -99.0)) if value < 0 else 0 if value == value else None
+        for value in (math.nan if value is None else value for value in log_probs)
+    ]
 
 
 def _chunk(contents: dict[str, Any]) -> str:

@@ -527,7 +527,7 @@ def test_formulas_are_drawn_and_all_else_stays_text(show, with_katex):
     if with_katex:
         browser.press("m")
         browser.wait("!document.querySelector('.model math')")
-    assert "$x^2$" in browser.evaluate("document.querySelector('.model .content').innerText")
+    assert "$x^2$" in browser.evaluate("document.querySelector('.model .content').textContent")
 
 
 # --- looks and access ------------------------------------------------------------------------------------------------

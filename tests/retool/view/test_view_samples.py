@@ -342,10 +342,10 @@ def test_a_sample_is_whole_in_the_page(tmp_path, vocabulary):
 
 
 def test_log_probs_keep_their_size():
-    for value in (-1e-6, -0.01, -0.5, -1.0, -3.0, -12.0, -23.0):
-        assert _hundredths(value) / 100 == pytest.approx(value, rel=0.06, abs=1e-5)
+    values = [-1e-6, -0.01, -0.5, -1.0, -3.0, -12.0, -23.0]
+    assert [value / 100 for value in _hundredths(values)] == pytest.approx(values, rel=0.06, abs=1e-5)
     extremes = (0.0, 1e-9, -9999.0, -math.inf, -(10**400), None, math.nan)
-    assert [_hundredths(value) for value in extremes] == [0, 0, -9900, -9900, -9900, None, None]
+    assert _hundredths(extremes) == [0, 0, -9900, -9900, -9900, None, None]
 
 
 def test_the_index_cannot_end_its_element():
