@@ -13,6 +13,7 @@ import itertools
 import math
 import os
 import re
+import shlex
 import shutil
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -108,6 +109,7 @@ def _gpus(settings: Settings) -> Iterator[Finding]:
             yield problem(f"{name} is {value}, expected a positive number")
             return
     devices = settings.environ.get("CUDA_VISIBLE_DEVICES")
+    visible = sum(map(bool, (devices or "").split(",")))
     if settings.ray_address:
         if not re.match(r"https?://[^/]", settings.ray_address):
             yield problem(
@@ -115,10 +117,8 @@ def _gpus(settings: Settings) -> Iterator[Finding]:
                 "http://10.0.0.1:8265"
             )
         return
-    if devices and int(settings.gpus) > len(devices.split(",")):
-        yield problem(
-            f"NUM_GPUS is {settings.gpus}, but CUDA_VISIBLE_DEVICES names only {len(devices.split(','))}: {devices}"
-        )
+    if devices and int(settings.gpus) > visible:
+        yield problem(f"NUM_GPUS is {settings.gpus}, but CUDA_VISIBLE_DEVICES names only {visible}: {devices}")
     if int(settings.nodes) > 1:
         yield problem(
             f"NUM_NODES is {settings.nodes}, but a cluster started here has one node; start Ray on all of them and set "
@@ -156,16 +156,14 @@ def _hf_checkpoint(settings: Settings) -> Iterator[Finding]:
             f"HF_CHECKPOINT: {folder} is the Hugging Face cache of a model, whose files lie in a folder below it; set "
             f"HF_CHECKPOINT={os.path.join(snapshots, newest[-1] if newest else 'COMMIT')}, and REF_LOAD and SAVE"
         )
-    elif re.fullmatch(r"\w[\w.-]*/[\w.-]+", settings.hf_named) and not os.path.isdir(os.path.dirname(folder)):
-        local = os.path.join(settings.downloads, settings.hf_named)
-        yield problem(
-            f"HF_CHECKPOINT: {settings.hf_named} is no folder here; if it is a model's name on the hub: "
-            f"hf download {settings.hf_named} --local-dir {local}, and set HF_CHECKPOINT={local}"
-        )
+    elif os.path.isfile(folder):
+        yield problem(f"HF_CHECKPOINT: {folder} is a file; name the folder of the model")
     else:
-        name = "OWNER/NAME" if settings.hf_named else settings.stage.model_on_hub
+        on_hub = settings.hf_named.rstrip("/") or settings.stage.model_on_hub
+        name = on_hub if re.fullmatch(r"\w[\w.-]*/[\w.-]+", on_hub) else "OWNER/NAME"
         yield closed("HF_CHECKPOINT", os.path.join(folder, "config.json")) or missing(
-            f"HF_CHECKPOINT: {folder}/config.json does not exist; get it: hf download {name} --local-dir {folder}"
+            f"HF_CHECKPOINT: {folder}/config.json does not exist (a folder is asked for, no name on the hub); "
+            f"get it: hf download {name} --local-dir {shlex.quote(folder)}"
         )
 
 

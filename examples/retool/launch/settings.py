@@ -53,7 +53,6 @@ class Settings(NamedTuple):
     vime: str
     megatron: str
     model_script: str
-    downloads: str
     hf_named: str
     hf_checkpoint: str
     ref_load: str
@@ -138,7 +137,6 @@ def read_settings(stage: str, further: Sequence[str], environ: Mapping[str, str]
         vime=vime,
         megatron=os.path.abspath(environ.get("MEGATRON_ROOT") or "/root/Megatron-LM"),
         model_script=environ.get("MODEL_SCRIPT") or DEFAULT_MODEL,
-        downloads=downloads,
         hf_named=hf_named,
         hf_checkpoint=hf_checkpoint,
         ref_load=os.path.abspath(ref_load or f"{hf_checkpoint}{CONVERTED}"),
@@ -183,7 +181,7 @@ def has_content(path: str | Path) -> bool:
 def visible_gpus(environ: Mapping[str, str]) -> str:
     """How many GPUs a job sees here; "" if none is found."""
     if devices := environ.get("CUDA_VISIBLE_DEVICES"):
-        return str(len(devices.split(",")))  # Ray refuses to be given more than these
+        return str(sum(map(bool, devices.split(","))))  # Ray refuses to be given more than these
     program = shutil.which("nvidia-smi", path=environ.get("PATH"))
     if program is None:
         return ""

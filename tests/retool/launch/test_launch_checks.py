@@ -50,7 +50,7 @@ def write_config(tree, **config):
         ({"SAVE": "/proc/version/x"}, "SAVE: /proc/version/x cannot be made, since /proc/version is not a folder"),
         ({"SAVE": "/proc/x"}, "SAVE: /proc cannot be written to"),
         ({"SAVE": "/sys/x/y"}, "SAVE: /sys cannot be written to"),
-        ({"CUDA_VISIBLE_DEVICES": "0,1"}, "NUM_GPUS is 8, but CUDA_VISIBLE_DEVICES names only 2: 0,1"),
+        ({"CUDA_VISIBLE_DEVICES": "0,1,"}, "NUM_GPUS is 8, but CUDA_VISIBLE_DEVICES names only 2: 0,1,"),
         ({"NUM_GPUS": "many"}, "NUM_GPUS is many"),
         ({"NUM_NODES": "0"}, "NUM_NODES is 0"),
         ({"NUM_NODES": "2"}, "set RAY_ADDRESS"),
@@ -59,7 +59,7 @@ def write_config(tree, **config):
         ({"RAY_ADDRESS": "ray://10.0.0.1:10001"}, "such as http://10.0.0.1:8265"),
         ({"DRY_RUN": "2"}, "DRY_RUN is 2, expected 1 or 0"),
         ({"DRY_RUN": "True!"}, "DRY_RUN is True!, expected 1 or 0"),
-        ({"HF_CHECKPOINT": "Qwen/Qwen3-4B"}, "hf download Qwen/Qwen3-4B --local-dir"),
+        ({"HF_CHECKPOINT": "/proc/version"}, "HF_CHECKPOINT: /proc/version is a file; name the folder"),
     ],
 )
 def test_what_is_wrong_stops_dry_runs_too(tree, stage, changes, says):
@@ -100,7 +100,9 @@ def test_missing_data_and_checkpoint_are_warnings_in_a_dry_run(tree, stage):
     assert "convert_hf_to_torch_dist.py" in result.out and not tree.converted.exists()
     assert run(tree, stage).code == 1
     hub = {"sft": "Qwen/Qwen3-4B-Instruct-2507", "rl": "font-info/qwen3-4b-sft-SGLang-RL"}[stage]
-    assert f"hf download {hub} --local-dir {tree.root}/downloads/" in dry_run(tree, stage, HF_CHECKPOINT=None).err
+    assert f"hf download {hub} --local-dir '{tree.root}/downloads/" in dry_run(tree, stage, HF_CHECKPOINT=None).err
+    named = f"(a folder is asked for, no name on the hub); get it: hf download Qwen/X --local-dir '{tree.root}/Qwen/X'"
+    assert named in dry_run(tree, stage, HF_CHECKPOINT="Qwen/X/").err
 
 
 # Checkpoints ---------------------------------------------------------------------------------------------------------
