@@ -9,6 +9,7 @@ a flag may be is for vime's own parser (ask_vime.py); here is what it does not l
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import os
@@ -28,7 +29,6 @@ BYTES_PER_PARAMETER = 14  # of a checkpoint with its optimizer: weights in bf16,
 # What vime asks Ray for beside one CPU with each GPU: the rollout manager and the engines' lock.
 CPUS_OF_THE_MANAGER = 2
 CPUS_PER_EXTERNAL_ENGINE = 0.2
-CACHES = ("HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "TRANSFORMERS_CACHE", "MODELSCOPE_CACHE")
 IN_A_CACHE = re.compile(r"/models--[^/]*(/|$)|/\.cache/(huggingface|modelscope)(/|$)")
 
 
@@ -42,16 +42,7 @@ class Finding(NamedTuple):
     text: str
 
 
-def problem(text: str) -> Finding:
-    return Finding("problem", text)
-
-
-def missing(text: str) -> Finding:
-    return Finding("missing", text)
-
-
-def warning(text: str) -> Finding:
-    return Finding("warning", text)
+problem, missing, warning = (functools.partial(Finding, kind) for kind in ("problem", "missing", "warning"))
 
 
 # The machine ---------------------------------------------------------------------------------------------------------
@@ -169,16 +160,11 @@ def _hf_checkpoint(settings: Settings) -> Iterator[Finding]:
 
 def _cache(settings: Settings) -> Iterator[Finding]:
     """What is made beside a checkpoint in the cache of downloads is deleted with it by `hf cache prune`."""
-    folders = [os.path.abspath(settings.environ[name]) for name in CACHES if settings.environ.get(name)]
-    beside = os.path.dirname(settings.hf_checkpoint)
-    if settings.derived and (
-        IN_A_CACHE.search(beside) or any(os.path.commonpath([folder, beside]) == folder for folder in folders)
-    ):
-        names = " and ".join(settings.derived)
+    if settings.derived and IN_A_CACHE.search(os.path.dirname(settings.hf_checkpoint)):
         yield problem(
             f"HF_CHECKPOINT lies in a cache of downloads, where `hf cache prune` deletes what is made beside it: "
-            f"{settings.hf_checkpoint}; set {names} to folders elsewhere (REF_LOAD is made if its name ends in "
-            "_torch_dist), or download the model to a folder of your own with hf download --local-dir"
+            f"{settings.hf_checkpoint}; set {' and '.join(settings.derived)} to folders elsewhere (REF_LOAD is made if "
+            "its name ends in _torch_dist), or download the model to a folder of your own with hf download --local-dir"
         )
 
 

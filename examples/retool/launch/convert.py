@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Make a Megatron checkpoint with vime's converter: whole or not at all, and only once at a time.
 
-    python3 convert.py --target FOLDER -- python3 convert_hf_to_torch_dist.py ...     (given --save FOLDER.partial)
+    python3 convert.py FOLDER python3 convert_hf_to_torch_dist.py ...     (given --save FOLDER.partial)
 
 The launch does this in its own process; as a program it is a job on the Ray cluster that RAY_ADDRESS names.
 
@@ -11,7 +11,6 @@ launches that need the same checkpoint do not write into one another: the second
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import subprocess
@@ -23,14 +22,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this file is sta
 
 from launch.checkpoints import is_whole
 from retool.supervise import LaunchError, exit_code, locked, supervise
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description="Run a checkpoint converter whose result appears only when whole.")
-    parser.add_argument("--target", required=True)
-    parser.add_argument("command", nargs="+", help="the converter; --save is added to it")
-    args = parser.parse_args()
-    return supervise(lambda: convert(args.target, args.command, os.environ))
 
 
 def convert(folder: str, command: Sequence[str], environ: Mapping[str, str]) -> int:
@@ -61,4 +52,5 @@ def convert(folder: str, command: Sequence[str], environ: Mapping[str, str]) -> 
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    target, *command = sys.argv[1:]
+    sys.exit(supervise(lambda: convert(target, command, os.environ)))

@@ -39,7 +39,7 @@ def run(launch: Launch) -> int:
             client = _connect(settings.ray_address)
             _refuse_second_writer(client, settings.saved_to)
             if launch.conversion:  # not here: the machine that submits may have no GPU
-                convert = ["python3", str(PLUGIN / "launch" / "convert.py"), "--target", settings.ref_load, "--"]
+                convert = ["python3", str(PLUGIN / "launch" / "convert.py"), settings.ref_load]
                 if code := _run(client, launch, [*convert, *launch.conversion], gpus=1):
                     return code
                 if not is_whole(settings.ref_load):

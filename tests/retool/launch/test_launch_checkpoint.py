@@ -39,17 +39,23 @@ def test_a_conversion_ends_with_its_launch_and_nothing_is_half_made(tree, number
     shutil.rmtree(tree.converted)
     process = convert_in_background(tree)
     pid = int((tree.converted.parent / "converting").read_text())
-    second = run_script(tree, "rl", SAVE=str(tree.root / "elsewhere"))
-    assert second.returncode == 1 and not (tree.root / "started").exists()
-    assert f"error: only one launch may make {tree.converted}: process " in second.stderr
-    assert alive(pid)
-
     # A terminal sends Ctrl-C to the whole group, everything else comes to the launch alone.
     os.killpg(process.pid, number) if number == signal.SIGINT else process.send_signal(number)
     assert process.wait(30) != 0
     assert wait_for(lambda: not alive(pid), 30)
     assert not tree.converted.exists() and not (tree.root / "started").exists()
-    assert run_script(tree, "rl").returncode == 0  # it is made again from the start
+
+
+def test_a_conversion_is_made_once_at_a_time_and_again_from_the_start(tree):
+    shutil.rmtree(tree.converted)
+    process = convert_in_background(tree)
+    second = run_script(tree, "rl", SAVE=str(tree.root / "elsewhere"))
+    assert second.returncode == 1 and not (tree.root / "started").exists()
+    assert f"error: only one launch may make {tree.converted}: process " in second.stderr
+    assert process.poll() is None
+    process.terminate()
+    assert process.wait(30) == 128 + signal.SIGTERM
+    assert run_script(tree, "rl").returncode == 0
     assert (tree.converted / "release").is_dir()
 
 
