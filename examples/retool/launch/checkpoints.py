@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from launch.settings import has_content
+from retool.paths import LFS_POINTER
 
 MADE_FROM = ".retool_ref_load"  # beside a run's checkpoints: the weights that the run was started from
 TRACKER = "latest_checkpointed_iteration.txt"
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "tokenizer.model", "tiktoken.model", "tokenizer_config.json")
-LFS_POINTER = b"version https://git-lfs"
 
 
 def read_config(folder: str) -> dict[str, Any] | None:

@@ -355,7 +355,7 @@ def _data(settings: Settings, words: Sequence[str]) -> Iterator[Finding]:
         else:
             count, why = data_files.look_into(path, keys, batch)
             if why:
-                yield problem(f"{name}: {file}: {why}; {remedy}")
+                yield problem(f"{name}: {file}: {why}; {remedy}{' --force' * bool(known)}")
             elif not prefix and count < batch and settings.stage.name == "sft":
                 text = f"{name}: {path} has {count} rows, fewer than a batch (--rollout-batch-size {batch})"
                 # vime counts the steps of an epoch in whole batches.

@@ -30,7 +30,7 @@ from typing import IO, Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from retool.paths import closed_folder, why_not_found
+from retool.paths import LFS_POINTER, closed_folder, why_not_found
 from tqdm import tqdm
 
 DATA_SUFFIXES = (".parquet", ".jsonl", ".json", ".jsonl.gz", ".json.gz", ".arrow")
@@ -51,7 +51,6 @@ SPLITS = {
 SPLIT_OF_WORD = {word: split for split, words in SPLITS.items() for word in words}
 SHARD = re.compile(r"(?P<name>.*?)[-_](?P<number>\d{5})-of-(?P<total>\d{5})(?:-[0-9a-f]{16})?")
 NUMBERED = re.compile(r"(?P<name>(?:.*?[^0-9])?)(?P<number>\d+)")
-LFS_POINTER = b"version https://git-lfs"
 BOM = b"\xef\xbb\xbf"
 
 
@@ -530,6 +529,9 @@ def atomic_output(path: Path, mode: str) -> Iterator[IO[Any]]:
     partial = path.with_name(f".{path.name}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        ignored = path.parent / ".gitignore"
+        if path.parent == Path(os.path.realpath(default_output(""))) and not os.path.lexists(ignored):
+            ignored.write_text("*\n")  # the folder lies in a checkout of vime, whose git is not to see the data
         with open(partial, mode.replace("w", "a"), encoding=None if "b" in mode else "utf-8") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -10,6 +10,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+LFS_POINTER = b"version https://git-lfs"  # how a file begins that Git LFS has not fetched
+
 
 def closed_folder(path: str | Path) -> Path | None:
     """The folder on the way to the path that this user may not look into, None where there is none."""

@@ -46,7 +46,7 @@ def test_the_script_writes_what_vime_reads(tmp_path, kind):
     output = tmp_path / "data" / "retool" / ("ReTool-SFT.parquet" if kind == "directory" else "in.parquet")
     read = [r for batch in pq.ParquetFile(output).iter_batches() for r in batch.to_pylist()]
     assert read == [convert(r) for r in rows]
-    assert [p.name for p in output.parent.iterdir()] == [output.name]
+    assert {p.name for p in output.parent.iterdir()} == {output.name, ".gitignore"}
 
 
 def test_vimes_own_dataset_reads_it(tmp_path):
@@ -135,6 +135,7 @@ def test_without_arguments_it_reads_the_published_download_and_writes_where_the_
     result = run(tmp_path)
     assert result.returncode == 0, result.stderr
     assert pq.read_table(tmp_path / "data" / "retool" / "ReTool-SFT.parquet").to_pylist() == [convert(GOOD)]
+    assert (tmp_path / "data" / "retool" / ".gitignore").read_text() == "*\n"
 
 
 def test_line_ends_of_windows_are_not_taught(tmp_path):
@@ -229,7 +230,7 @@ def test_only_the_whole_published_data_in_the_default_dialect_takes_the_name_tha
     folder = tmp_path / "data" / "retool"
     for count, (name, arguments) in enumerate(names.items(), start=1):
         assert run(tmp_path, *arguments).returncode == 0
-        assert (folder / name).exists() and len(list(folder.iterdir())) == count, name
+        assert (folder / name).exists() and len(list(folder.glob("[!.]*"))) == count, name
     (folder / "other.parquet").write_text("mine")
     result = run(tmp_path, *names["other.parquet"])
     assert result.returncode == 1 and (folder / "other.parquet").read_text() == "mine"
