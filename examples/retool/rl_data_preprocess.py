@@ -135,7 +135,9 @@ def parse_row(data: dict[str, Any], keep_instruction: bool = False) -> Problem:
     text, has_instruction = strip_instruction(prompt)
     if not text:
         raise RowError("the problem is empty")
-    has_system = any(message.get("role") == "system" for message in messages)
+    if "<image>" in text:
+        raise RowError("the problem speaks of a picture, <image>, and the model is shown text alone")
+    has_system = any(message.get("role") in ("system", "developer") for message in messages)
     return Problem(text, prompt if keep_instruction else text, row_label(data), has_instruction, has_system)
 
 
@@ -200,7 +202,7 @@ def _messages_in_json(text: str) -> list[dict[str, Any]] | None:
 
 def _user_text(messages: list[dict[str, Any]]) -> str:
     users = [message for message in messages if message.get("role") == "user"]
-    others = {str(message.get("role")) for message in messages} - {"user", "system"}
+    others = {str(message.get("role")) for message in messages} - {"user", "system", "developer"}
     if others:
         raise RowError(f"the prompt holds messages of {', '.join(sorted(others))}, and not one question alone")
     if len(users) != 1:
@@ -255,15 +257,17 @@ def _label_of_text(value: Any, name: str) -> str | None:
         value = value[0]
     if isinstance(value, float) and value.is_integer():
         value = int(value)
-    if isinstance(value, bool) or not isinstance(value, str | int | float) or not str(value).strip():
+    if isinstance(value, bool) or not isinstance(value, str | int | float | Decimal):
         return None
-    if isinstance(value, float) and not math.isfinite(value):
+    text = str(value).strip() if isinstance(value, float) else answers.label_text(value)
+    if not text or (isinstance(value, float) and not math.isfinite(value)):
         return None
-    text = str(value).strip()
     if (solved := _final_answer(text)) is not None:
         return solved
     if actions.find_boxes(text) or len(text) > MAX_LABEL_CHARS or ("\n" in text and "\\begin" not in text):
         raise RowError(f"{name} is a worked solution without '#### ...' or a box in it, and no label")
+    if re.match(r"""\[\s*['"]""", text):
+        raise RowError(f"{name} is a list of answers, {text}")
     if named := ANSWER_IS.fullmatch(text):
         text = named["answer"]
     return _plain_decimal(text, name) if DECIMAL.fullmatch(text) else text
@@ -288,8 +292,8 @@ def _solved(solution: str, required: bool = True) -> str:
 def _final_answer(text: str) -> str | None:
     """What a worked solution ends in: after GSM8K's ####, its thousands without commas, or in the last box."""
     _, mark, after = text.rpartition("####")
-    if mark and after.strip():
-        return re.sub(r"(?<=\d),(?=\d{3})", "", after.strip().splitlines()[0].strip().lstrip("$"))
+    if mark and len(after.strip().splitlines()) == 1:  # of more lines it is a heading
+        return re.sub(r"(?<=\d),(?=\d{3})", "", after.strip().lstrip("$"))
     return actions.last_box(text) or None
 
 

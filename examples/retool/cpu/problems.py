@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from cpu.options import RunError
+from retool import chat
 
 ROLES = ("system", "user", "assistant", "tool")
 
@@ -87,10 +88,10 @@ def _check_messages(messages: list[Any], where: str) -> None:
 
 
 def _text(message: dict[str, Any]) -> str:
-    content = message.get("content")
-    if isinstance(content, list):
-        content = "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
-    return content if isinstance(content, str) else ""
+    try:
+        return chat.text_of(message)
+    except ValueError:  # it holds something else than text
+        return ""
 
 
 def _keys(row: dict[str, Any]) -> str:

@@ -189,7 +189,7 @@ def text_of(message: Message) -> str:
     """The text of a message, whose content may be a list of text parts; "" for none. ValueError: it is no text."""
     content = message.get("content")
     if isinstance(content, list):
-        if not all(isinstance(part, dict) and part.get("type") == "text" for part in content):
+        if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
             raise ValueError("retool handles text only, and a message of the prompt holds something else than text")
         return "".join(part["text"] for part in content)
     if content is not None and not isinstance(content, str):

@@ -32,7 +32,8 @@ READ_FIELDS = (
     *("role", "content", "tool_calls", "function_call", "from", "value"),
     *(*REASONING_FIELDS, "tool_call_id", "name", "id"),
 )
-ROLES = {"human": "user", "gpt": "assistant", "observation": "tool", "function": "tool"}
+ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}  # of ShareGPT
+SAME_ROLES = {"function": "tool", "developer": "system"}  # of OpenAI
 
 STRAY_TAG = re.compile(r"</?(?:code|interpreter)>|^[ \t]*```(?:python3?|py|output)[ \t\r]*$", re.M | re.I)
 ANSWER_BLOCK = re.compile(r"<answer>|</answer>")
@@ -104,6 +105,8 @@ def openai_messages(messages: Any) -> list[dict[str, Any]]:
     Raises:
         RowError: it is no list of messages.
     """
+    if isinstance(messages, str):
+        messages = _json(messages, "messages is not a list of objects, nor JSON of one")
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         raise RowError("messages is not a list of objects")
     return [_openai_message(message) if isinstance(message.get("from"), str) else message for message in messages]
@@ -130,7 +133,8 @@ def text_content(message: dict[str, Any]) -> str:
         content = chat.text_of(message)
     except ValueError as error:
         raise RowError(f"the {role} message has no text alone: {error}") from error
-    reasoning = next((message[name] for name in REASONING_FIELDS if message.get(name)), "")
+    fields = REASONING_FIELDS if role == "assistant" else ()
+    reasoning = next((message[name] for name in fields if message.get(name)), "")
     if not isinstance(reasoning, str):
         raise RowError(f"the reasoning of the {role} message is no text")
     content = f"<think>\n{reasoning.strip()}\n</think>\n\n{content}" if reasoning.strip() else content
@@ -167,7 +171,7 @@ def _role(message: dict[str, Any]) -> str:
     role, content = message.get("role"), message.get("content")
     if role == "user" and isinstance(content, str) and RESPONSE.fullmatch(content):
         return "tool"  # as Qwen's template renders it
-    role = "tool" if role == "function" else role
+    role = SAME_ROLES.get(str(role), role)
     if role not in ("system", "user", "assistant", "tool"):
         raise RowError(f"unknown role {role!r}")
     return str(role)
@@ -193,6 +197,8 @@ def _blocks_of(message: dict[str, Any], tools: Collection[str], inline: bool) ->
     count = len(calls) + (0 if inline else sum(block.kind == "code" for block in blocks))
     if count > 1:
         raise RowError(f"{count} calls in one message, and RL runs one at a time")
+    if not inline:
+        yield Block("text", "\n\n")  # words that stood after the call before do not run into these
     yield from blocks
     yield from (Block("code", code_of_call(call, tools)) for call in calls)
 

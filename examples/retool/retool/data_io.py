@@ -111,9 +111,11 @@ def find_input_and_output(
         DataError: of `find_data_files`, or the output is there already and --force is not given.
     """
     files = find_data_files(args.dataset, args.split, args.config)
-    name = Path(os.path.abspath(os.path.expanduser(args.dataset))).name
+    folders = Path(os.path.abspath(os.path.expanduser(args.dataset))).parts
+    name = next((part.split("--")[-1] for part in folders if part.startswith("datasets--")), folders[-1])
     name = name[: -len(ending)] if (ending := _suffix(Path(name))) else name
-    name = "-".join(filter(None, [name.lower() if lower else name, args.config, args.split, *marks]))
+    split = "" if args.split == "train" else args.split
+    name = "-".join(filter(None, [name.lower() if lower else name, args.config, split, *marks]))
     output = args.output or default_output(f"{name}{suffix}")
     if any(os.path.realpath(file) == os.path.realpath(output) for file in files):
         raise DataError(f"{output}: is the file that is read; name another --output")
@@ -156,7 +158,10 @@ def find_data_files(dataset: str, split: str | None = None, config: str | None =
             raise DataError(f"{path}: expected a file that ends in {_or(DATA_SUFFIXES)}")
         return [path]
     folder = path if os.path.isdir(path) else _downloaded(dataset) or _download(dataset)
-    files = _choose(folder, _files_in_directory(_revision(folder)), split, config)
+    try:
+        files = _choose(folder, _files_in_directory(_revision(folder)), split, config)
+    except OSError as error:
+        raise DataError(f"{error.filename}: cannot be read ({error.strerror})") from error
     print(f"reading {', '.join(map(str, files[:MAX_NAMES_SHOWN]))}{' ...' * (len(files) > MAX_NAMES_SHOWN)}")
     return files
 
@@ -192,48 +197,40 @@ def _download(name: str) -> Path:
 
 def _revision(folder: Path) -> Path:
     """A folder of the hub's cache holds every revision that was ever downloaded: the one that `main` is now."""
-    snapshots = folder / "snapshots"
+    snapshots, main = folder / "snapshots", folder / "refs" / "main"
     if not os.path.isdir(snapshots):
         return folder
-    try:
-        revisions = sorted(os.listdir(snapshots))
-    except OSError as error:
-        raise DataError(f"{snapshots}: cannot be read ({error.strerror})") from error
-    try:
-        current = (folder / "refs" / "main").read_text(encoding="utf-8").strip()
-    except OSError:
-        current = revisions[0] if len(revisions) == 1 else ""
+    revisions = sorted(os.listdir(snapshots))
+    only = revisions[0] if len(revisions) == 1 else ""
+    current = main.read_text(encoding="utf-8").strip() if os.path.isfile(main) else only
     if current not in revisions:
         raise DataError(f"{folder}: holds the revisions {', '.join(revisions)}; give the folder of one in {snapshots}")
     return snapshots / current
 
 
 def _files_in_directory(directory: Path) -> list[DataFile]:
-    found: list[DataFile] = []
-    for path in sorted(_walk(directory)):
-        if NOT_DATA.fullmatch(path.name) or (suffix := _suffix(path)) is None:
-            continue
-        if not os.path.isfile(path):
-            raise DataError(f"{path}: {why_not_found(path)}")
-        found.append(_describe(path, path.relative_to(directory), suffix))
-    if not found:
-        raise DataError(f"{directory}: no {_or(DATA_SUFFIXES)} file in it")
-    return found
-
-
-def _walk(directory: Path) -> Iterator[Path]:
-    """All files below the directory, hidden ones left out: `hf download` keeps its bookkeeping in a hidden folder.
+    """What a directory holds of data. Hidden files are left out: `hf download` keeps its bookkeeping in a hidden
+    folder.
 
     Raises:
-        DataError: a folder cannot be read. What lies in it, a shard of what is read, would be missed unseen.
+        OSError: a folder cannot be read. What lies in it, a shard of what is read, would be missed unseen.
+        DataError: there is nothing.
     """
 
-    def refuse(error: OSError) -> None:
-        raise DataError(f"{error.filename}: cannot be read ({error.strerror})") from error
+    def stop(error: OSError) -> None:
+        raise error
 
-    for folder, folders, names in os.walk(directory, onerror=refuse):
+    found: list[DataFile] = []
+    for folder, folders, names in os.walk(directory, onerror=stop):
         folders[:] = [name for name in folders if not name.startswith(".")]
-        yield from (Path(folder, name) for name in names if not name.startswith("."))
+        for path in (Path(folder, name) for name in names if not name.startswith(".")):
+            if (suffix := _suffix(path)) and not NOT_DATA.fullmatch(path.name):
+                if not os.path.isfile(path):
+                    raise DataError(f"{path}: {why_not_found(path)}")
+                found.append(_describe(path, path.relative_to(directory), suffix))
+    if not found:
+        raise DataError(f"{directory}: no {_or(DATA_SUFFIXES)} file in it")
+    return sorted(found)
 
 
 def _suffix(path: Path) -> str | None:
@@ -246,12 +243,9 @@ def _describe(path: Path, relative: Path, suffix: str) -> DataFile:
         stem, number, total = shard["name"], int(shard["number"]), int(shard["total"])
     elif numbered := NUMBERED.fullmatch(stem):
         stem, number = numbered["name"], int(numbered["number"])
-    folders = list(relative.parts[:-1])
-    split = _split_in(stem)
-    if not split:
-        split = next((s for folder in reversed(folders) if (s := _split_in(folder))), "")
-    if not split and total is not None:
-        split = stem  # the hub names shards by their split
+    folders = relative.parts[:-1]
+    # The innermost name that says a split; the hub names shards by theirs.
+    split = next(filter(None, map(_split_in, (stem, *reversed(folders)))), stem if total is not None else "")
     config = "/".join(folder for folder in folders if folder != "data" and not _split_in(folder))
     return DataFile(path, suffix, config, split, stem, number, total)
 
@@ -301,10 +295,11 @@ def _refuse_mixture(folder: Path, files: list[DataFile]) -> None:
     if len(set(numbers)) < len(numbers):
         raise DataError(f"{folder}: holds the same part twice, of two revisions perhaps ({names}); name one file")
     expected = files[0].total or len(files)
-    if numbers not in (list(range(expected)), list(range(1, expected + 1))):
-        if files[0].total is None:
-            raise DataError(f"{folder}: holds several files ({names}); name the one file to read")
-        raise DataError(f"{folder}: {len(files)} of {expected} parts are there ({names}); download the rest")
+    if numbers in (list(range(expected)), list(range(1, expected + 1))):
+        return
+    if files[0].total is None:
+        raise DataError(f"{folder}: holds several files ({names}); name the one file to read")
+    raise DataError(f"{folder}: {len(files)} of {expected} parts are there ({names}); download the rest")
 
 
 def _names(names: Iterable[str]) -> str:

@@ -107,6 +107,17 @@ FORMS = {
     "prompt and completion as messages": {"prompt": [USER], "completion": [{"role": "assistant", "content": TIR}]},
     "Alpaca": {"instruction": "What is 6", "input": "times 7?", "output": TIR},
     "Alpaca without input": {"instruction": QUESTION, "input": "", "output": TIR, "system": "S", "history": []},
+    "messages as JSON text, with a developer's": {
+        "messages": json.dumps(
+            [
+                {"role": "developer", "content": "Use Python."},
+                {"role": "user", "content": [{"text": QUESTION}]},
+                openai(call()),
+                {"role": "tool", "content": [{"type": "text", "text": "1\n2"}]},
+                ASSISTANT,
+            ]
+        )
+    },
     "another tool": {"messages": [USER, openai(call("python")), {"role": "tool", "content": "1\n2"}, ASSISTANT]},
     "another argument": {
         "messages": [USER, openai(call("python", input=CODE)), {"role": "tool", "content": "1\n2"}, ASSISTANT]
@@ -131,6 +142,16 @@ def test_every_form_gives_the_conversation_of_rl(name):
     assert code_of(messages[2]) == CODE and messages[3]["content"] == "Output:\n1\n2"
     assert messages[4]["content"] == f"{LAST}\n\nAnswer: \\boxed{{42}}"
     assert convert(converted) == converted  # what the script writes it reads
+
+
+def test_words_after_a_call_in_its_message_stand_after_the_output():
+    messages = [
+        USER,
+        {**ASSISTANT, "content": f"{as_text(call())}\nWait."},
+        {"role": "tool", "content": "1"},
+        ASSISTANT,
+    ]
+    assert convert({"messages": messages})["messages"][4]["content"].startswith(f"Wait.\n\n{LAST}")
 
 
 PRINTS = {"role": "assistant", "content": f"Go.\n{as_text(call())}"}

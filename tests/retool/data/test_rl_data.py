@@ -4,6 +4,7 @@ import json
 import resource
 import sys
 import tempfile
+from decimal import Decimal
 from pathlib import Path
 
 import pyarrow as pa
@@ -135,6 +136,8 @@ def test_keep_instruction_keeps_the_prompt_and_still_knows_the_problem():
         (0.30000000000000004, "0.3"),
         ("0.30000000000000004", "0.3"),
         ("3.14159265358979", "3.14159265358979"),
+        (Decimal("34.5"), "34.5"),
+        ("A long way.\n#### A heading\nSo \\boxed{5}.", "5"),
     ],
 )
 def test_labels_are_strings(label, text):
@@ -160,6 +163,9 @@ def test_labels_are_strings(label, text):
         ({"prompt": "A?", "answer": "4", "reward_model": {"ground_truth": "5"}}, "answer is '4', but reward_model"),
         ({"prompt": "A?", "label": 1 / 3}, "label is 0.3333333333333333, which is cut off or rounded"),
         ({"prompt": "A?", "label": "2", "images": ["a.png"]}, "the problem comes with images"),
+        ({"prompt": "What is in <image>?", "label": "2"}, "speaks of a picture"),
+        ({"prompt": "A?", "label": '["5", "6"]'}, "label is a list of answers"),
+        ({"prompt": "A?", "label": 10**5000}, "no label"),
         (
             {"prompt": "<|im_start|>user\nA?<|im_end|>\n<|im_start|>assistant\n", "label": "2"},
             "put through a chat template that does not list the tool 'code_interpreter'",

@@ -223,7 +223,7 @@ def test_only_the_whole_published_data_in_the_default_dialect_takes_the_name_tha
         "ReTool-SFT.parquet": [],
         "ReTool-SFT-first2.parquet": ["--limit", 2],
         "ReTool-SFT-code.parquet": ["--dialect", "code"],
-        "ReTool-SFT-train-code-first1.parquet": ["--dialect", "code", "--limit", 1, "--split", "train"],
+        "ReTool-SFT-code-first1.parquet": ["--dialect", "code", "--limit", 1, "--split", "train"],
         "other.parquet": ["--dataset", "other.jsonl"],
         "two-test.parquet": ["--dataset", "two/", "--split", "test"],
     }
