@@ -1,17 +1,19 @@
 """Partial rollouts through vime's own rollout functions: an engine that is told to abort gives back what it has sampled.
 
-    python partial_modes.py WORKDIR sync|fully_async [whole]
+    python partial_modes.py WORKDIR
 
-Prints one JSON object: the samples by their prompt, and the programs that were run to their end. With `whole` nothing
-is aborted. Needs VIME_ROOT, as the test that calls it does.
+Writes, for each mode, the samples by their prompt, and the programs that were run to their end; once without an abort
+(whole), once with (broken). Needs VIME_ROOT, as the test that calls it does.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import threading
 import time
+import traceback
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -33,6 +35,7 @@ class Engine:
 
     def __init__(self, whole: bool, aborts_by_itself: bool):
         self.whole, self.aborts_by_itself, self.asked = whole, aborts_by_itself, 0
+        self.started: list[str] = []  # the number of each prompt that came without a word of the model's
         self.aborts = self.cut = 0  # how often it was told to abort, and requests that it ended for that
         engine = self
 
@@ -71,6 +74,8 @@ class Engine:
         text = tokenizer.decode(ids)
         number = int(text.split("What is ")[1].split()[0])
         spoken = text.split("<|im_start|>assistant\n")[1:]
+        if spoken == [""]:
+            self.started.append(str(number))
         turns = [
             f"First.\n{call(f'print({number}, 1)')}",
             "Hm. " * (60 if number % 2 else 1) + call(f"print({number}, 2)"),
@@ -93,9 +98,7 @@ class Engine:
         return {"choices": [choice], "usage": {"prompt_tokens": len(ids), "completion_tokens": len(given)}}
 
 
-def main() -> None:
-    workdir, mode, whole = Path(sys.argv[1]), sys.argv[2], sys.argv[3:] == ["whole"]
-    write_prompts(workdir)
+def run(workdir: Path, mode: str, whole: bool) -> dict:
     engine = Engine(whole, aborts_by_itself=mode == "fully_async")  # there, when it gets new weights
     finished = []
 
@@ -112,7 +115,7 @@ def main() -> None:
         over_sampling_batch_size=8,
         n_samples_per_prompt=1,
     )
-    plugin.GenerateState(args)
+    plugin.GenerateState(args).args = args
     http_utils.init_http_client(args)
     data_source = RolloutDataSourceWithBuffer(args)
     samples: dict[str, Sample] = {}
@@ -136,8 +139,26 @@ def main() -> None:
         }
         for prompt, sample in samples.items()
     }
-    print(json.dumps({"samples": told, "finished": finished, "cut": engine.cut}), flush=True)
-    sys.exit(0)
+    return {"samples": told, "finished": finished, "cut": engine.cut, "started": engine.started}
+
+
+def main() -> None:
+    """Each run is a fork, since what it imports takes longer than the run; its result is in a file named after it."""
+    workdir = Path(sys.argv[1])
+    write_prompts(workdir)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads do not survive a fork
+    plugin.GenerateState(arguments(workdir, 1))
+    for mode in ("sync", "fully_async"):
+        for how in ("whole", "broken"):
+            if os.fork() == 0:
+                try:
+                    (workdir / f"{mode}-{how}.json").write_text(json.dumps(run(workdir, mode, how == "whole")))
+                    os._exit(0)
+                except BaseException:
+                    traceback.print_exc()
+                    os._exit(1)
+            if os.wait()[1]:
+                sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -1,49 +1,6 @@
-"""DAPO's answer check: the strict box, and the Minerva normalization (Lewkowycz et al. 2022, appendix D.1)."""
+"""DAPO's answer check, as far as the plugin asks it: the strict box."""
 
 from __future__ import annotations
-
-import re
-
-_REPLACED = (
-    ("an ", ""),
-    ("a ", ""),
-    (".$", "$"),
-    ("\\$", ""),
-    ("\\ ", ""),
-    (" ", ""),
-    ("mbox", "text"),
-    (",\\text{and}", ","),
-    ("\\text{and}", ","),
-    ("\\text{m}", "\\text{}"),
-)
-_UNITS = (
-    "square ways integers dollars mph inches hours km units \\ldots sue points feet minutes digits cents degrees cm "
-    "gm pounds meters meals edges students childrentickets multiples \\text{s} \\text{.}"
-).split() + ["\\text{\ns}"]
-_UNITS += ["\\text{}^2", "\\text{}^3", "\\text{\n}", "\\text{}", "\\mathrm{th}", "^\\circ", "^{\\circ}"]
-_UNITS += ["\\;", ",\\!", "{,}", '"', "\\dots", "<|im_end|>", "<|endoftext|>"]
-_REWRITTEN = (
-    (r"(.*?)(\$)(.*?)(\$)(.*)", r"$\3$"),
-    (r"(\\text\{)(.*?)(\})", r"\2"),
-    (r"(\\textbf\{)(.*?)(\})", r"\2"),
-    (r"(\\overline\{)(.*?)(\})", r"\2"),
-    (r"(\\boxed\{)(.*)(\})", r"\2"),
-    (r"(frac)([^{])(.)", r"frac{\2}{\3}"),
-    (r"(sqrt)([^{])", r"sqrt{\2}"),
-)
-
-
-def normalize_final_answer(final_answer: str) -> str:
-    answer = str(final_answer).split("=")[-1]
-    for old, new in _REPLACED:
-        answer = answer.replace(old, new)
-    for unit in _UNITS:
-        answer = answer.replace(unit, "")
-    for pattern, replacement in _REWRITTEN:
-        answer = re.sub(pattern, replacement, answer)
-    answer = answer.replace("$", "")
-    without_commas = answer.replace(",", "")
-    return (without_commas if without_commas.isdigit() else answer).strip()
 
 
 def _last_box(text: str) -> str | None:
