@@ -635,6 +635,12 @@ def test_unusable_log_probs(rollout, tool, caplog, log_probs, words):
     assert parsed == (ids, [], {"finish_reason": {"type": "stop"}})
 
 
+def test_the_first_token_of_a_vocabulary_is_one():
+    logprobs = {"content": [{"token_id": 0, "logprob": -0.5}]}
+    ids, log_probs, _ = plugin._parse_vllm_choice({"token_ids": [0], "logprobs": logprobs, "finish_reason": "stop"})
+    assert (ids, log_probs) == ([0], [-0.5])
+
+
 @pytest.mark.parametrize("value", [0, 0.0, -0.0, 1e-7, 1e-3, -9998.9, -3])
 def test_usable_log_probs_are_kept_as_they_come(rollout, tool, value):
     """A log-prob just above 0 is what rounding makes of log 1."""
