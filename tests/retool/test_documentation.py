@@ -56,14 +56,17 @@ def commands(document: Path) -> Iterator[list[str]]:
                 yield words
 
 
+FOLDERS = {"rollout_on_cpu.sh": "cpu/*.py", "train_on_cpu.sh": "trainer/*.py"}
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=shown)
 def test_options_in_commands_are_ones_that_the_script_knows(document):
     for words in commands(document):
-        for script in ("sft_data_processing.py", "rl_data_preprocess.py", "rollout_on_cpu.sh", "benchmark.py"):
+        for script in ("sft_data_processing.py", "rl_data_preprocess.py", *FOLDERS, "benchmark.py"):
             place = next((i for i, word in enumerate(words) if word.endswith(script)), None)
             if place is None:
                 continue
-            sources = EXAMPLE.glob("cpu/*.py") if script == "rollout_on_cpu.sh" else ROOT.glob(f"*/retool/**/{script}")
+            sources = ROOT.glob(f"*/retool/**/{FOLDERS.get(script, script)}")
             shared = [EXAMPLE / "retool" / "data_io.py"] if "data_" in script else []
             known = set(re.findall(r'"(--[\w-]+)"', "".join(source.read_text() for source in [*sources, *shared])))
             used = {word.split("=")[0] for word in words[place:] if word.startswith("--")}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -38,7 +38,9 @@ class Evidence(NamedTuple):
     sft_loss: list[float]
     steps: list[Step]
     evaluations: dict[int, Step]  # by the number of RL steps that were taken before
-    generated: int  # tokens, by the engine's own counter, over all of `steps` and `evaluations`
+    generated: (
+        int | None
+    )  # tokens, by the engine's own counter, over all of `steps` and `evaluations`, where it is known
     exported: float  # mean |engine - transformers on the export| over the last evaluation
     control: bool
 
@@ -63,7 +65,7 @@ def faults(found: Evidence) -> list[str]:
                 f"step {step.number}: {step.misread} tokens are trained on that were not sampled, or not trained on"
             )
     sampled = sum(step.sampled for step in rollouts)
-    if found.generated != sampled:
+    if found.generated not in (None, sampled):
         lines.append(f"the engine generated {found.generated} tokens, the samples hold {sampled}")
     if not found.exported < MOST_DIFFERENCE:
         lines.append(f"transformers on the export and the engine differ by {found.exported:.1e}")
@@ -80,32 +82,34 @@ def logged(log: Path) -> dict[str, dict[int, dict[str, float]]]:
     return found
 
 
-def sampled_mask(ids: Sequence[int], response: int, closers: Iterable[int], opener: Sequence[int]) -> list[bool]:
-    """Which tokens of a response the model sampled: those of its turns, up to what ended its part of them.
+class Frames(NamedTuple):
+    """The ids that turns are told by."""
+
+    opener: list[int]  # `<|im_start|>assistant` and the newline
+    end: int  # `<|im_end|>`
+    call: int  # `<tool_call>`
+    called: int  # `</tool_call>`, at which the engine stops
+
+
+def sampled_mask(ids: Sequence[int], response: int, frames: Frames) -> list[bool]:
+    """Which tokens of a response the model sampled: those of its turns, up to the end of the turn or of a call in it.
+    What stands behind them was written by the loop.
 
     Args:
         ids: of the whole conversation, whose last `response` ones are the response; it begins in an open turn.
-        closers: the ids that end what the model writes in a turn: `<|im_end|>`, and `</tool_call>`, at which the engine
-            stops. What stands behind them was written by the loop.
-        opener: the ids of `<|im_start|>assistant` and the newline.
     """
-    ends, size = set(closers), len(opener)
-    inside, found = True, []
+    size = len(frames.opener)
+    inside, calling, found = True, False, []
     for place in range(len(ids) - response, len(ids)):
-        inside = inside or list(ids[place - size : place]) == list(opener)
+        if not inside and list(ids[place - size : place]) == frames.opener:
+            inside, calling = True, False
         found.append(inside)
-        inside = inside and ids[place] not in ends
+        calling = calling or ids[place] == frames.call
+        inside = inside and ids[place] != frames.end and not (calling and ids[place] == frames.called)
     return found
 
 
-def read_step(
-    number: int,
-    rollout: Path,
-    train: Path | None,
-    closers: Iterable[int],
-    opener: Sequence[int],
-    difference: float = math.nan,
-) -> Step:
+def read_step(number: int, rollout: Path, train: Path | None, frames: Frames, difference: float = math.nan) -> Step:
     """Read the dumps of one rollout, and of what the trainer was given of it."""
     import torch
 
@@ -116,8 +120,7 @@ def read_step(
         pairs = zip(data["sample_indices"], data["loss_masks"], strict=True)
         masks = {index: mask.bool().tolist() for index, mask in pairs}
     sampled = {
-        sample["index"]: sampled_mask(sample["tokens"], sample["response_length"], closers, opener)
-        for sample in samples
+        sample["index"]: sampled_mask(sample["tokens"], sample["response_length"], frames) for sample in samples
     }
     return Step(
         number=number,
@@ -138,6 +141,7 @@ def compare_export(model: Path, rollout: Path) -> float:
     import torch
     from transformers import AutoModelForCausalLM
 
+    torch.set_num_threads(1)  # for matrices of this size more only wait for one another on a busy machine
     loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     differences = []
     with torch.inference_mode():

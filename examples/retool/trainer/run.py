@@ -41,6 +41,7 @@ from view_rollouts import make_page
 
 OUTPUT = Path("outputs", "train_on_cpu")
 SETTINGS = "settings.json"  # what a folder was begun with; also what shows that it is one of these
+GENERATED = "generated.json"  # the engine's own count of tokens; null for a run that was gone on with
 NEEDED_MB = 1000
 MODEL = "retool-toy"  # the name in vime's scripts/models
 # What each stage takes on two idle cores, in seconds, for the time that is left.
@@ -53,7 +54,7 @@ class Recipe(NamedTuple):
     conversations: int = 4000
     sft_batch: int = 16
     sft_rate: str = "5e-3"
-    rl_steps: int = 20
+    rl_steps: int = 30
     prompts: int = 16  # of an RL step
     samples: int = 8  # of a prompt
     rl_rate: str = "2e-4"
@@ -121,6 +122,7 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def _run(options: argparse.Namespace) -> int:
     started = time.monotonic()
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is imported, as in `Run.environment`
     try:
         run = prepare(options, Recipe())
         found = train(run)
@@ -167,10 +169,14 @@ def train(run: Run) -> Evidence:
     """All stages, and what they left to be seen."""
     make_data(run)
     supervised(run)
-    with engine(run) as server:
-        before = generated_tokens(server)
-        reinforced(run, server)
-        write_counter(run, generated_tokens(server) - before)
+    if not is_finished(run, "rl"):
+        whole = not os.path.isdir(run.folder / "rl")
+        with engine(run) as server:
+            reinforced(run, server)
+            # What the steps had generated that a stopped run lost and this one did again is in no sample.
+            count = generated_tokens(server) if whole else None
+        (run.folder / GENERATED).write_text(json.dumps(count))
+        mark_finished(run, "rl")
     export(run)
     return read_evidence(run)
 
@@ -212,15 +218,15 @@ def supervised(run: Run, *more: str) -> None:
     mark_finished(run, "sft")
 
 
-def reinforced(run: Run, server: Server, *more: str) -> None:
+def reinforced(run: Run, server: Server, *more: str, stage: str = "rl") -> None:
     """RL by the launch script, with the engine that is up; vime evaluates before the first step and after the last."""
     flags = ["--rollout-external-engine-addrs", server.url.removeprefix("http://")]
     flags += ["--update-weight-transport", "disk", "--update-weight-disk-dir", str(run.folder / "weights")]
     flags += ["--num-rollout", str(run.recipe.rl_steps), "--eval-interval", str(run.recipe.evaluate_every)]
-    flags += ["--lr", run.recipe.rl_rate, "--save-interval", "5", *dumps(run.folder / "dump")]
+    flags += ["--lr", run.recipe.rl_rate, "--save-interval", "5", *dumps(run, stage)]
     if run.control:
         flags += ["--custom-reward-post-process-path", "trainer.control.shuffled"]
-    reinforce(run, "rl", [*flags, *more], run.recipe.rl_steps, server)
+    reinforce(run, stage, [*flags, *more], run.recipe.rl_steps, server)
 
 
 def reinforce(run: Run, stage: str, flags: list[str], steps: int, server: Server | None = None) -> None:
@@ -237,10 +243,16 @@ def reinforce(run: Run, stage: str, flags: list[str], steps: int, server: Server
     execute(run, stage, script, variables, steps, server)
 
 
-def dumps(folder: Path) -> list[str]:
+def dumps(run: Run, stage: str) -> list[str]:
     """Flags that have vime write what it rolled out, and what it trained on of that."""
-    rollout, train = folder / "rollout_{rollout_id}.pt", folder / "train_{rollout_id}_{rank}.pt"
+    rollout, train = (
+        dumped(run, stage, f"{kind}.pt") for kind in ("rollout_{rollout_id}", "train_{rollout_id}_{rank}")
+    )
     return ["--save-debug-rollout-data", str(rollout), "--save-debug-train-data", str(train)]
+
+
+def dumped(run: Run, stage: str, name: str) -> Path:
+    return run.folder / f"{stage}_dump" / name
 
 
 def seeds(run: Run) -> list[str]:
@@ -377,25 +389,24 @@ def is_finished(run: Run, stage: str) -> bool:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def write_counter(run: Run, generated: int) -> None:
-    (run.folder / "generated.json").write_text(json.dumps(generated))
-
-
-def read_evidence(run: Run) -> Evidence:
+def read_frames(run: Run) -> evidence.Frames:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(run.folder / "model")
-    closers = tokenizer.convert_tokens_to_ids([IM_END, "</tool_call>"])
     opener = tokenizer(OPEN_TURN, add_special_tokens=False)["input_ids"]
-    dump, recipe = run.folder / "dump", run.recipe
+    return evidence.Frames(opener, *tokenizer.convert_tokens_to_ids([IM_END, "<tool_call>", "</tool_call>"]))
+
+
+def read_evidence(run: Run) -> Evidence:
+    frames = read_frames(run)
+    recipe = run.recipe
     logged = evidence.logged(run.folder / "rl.log")["step"]
     steps = [
         read_step(
             number,
-            dump / f"rollout_{number}.pt",
-            dump / f"train_{number}_0.pt",
-            closers,
-            opener,
+            dumped(run, "rl", f"rollout_{number}.pt"),
+            dumped(run, "rl", f"train_{number}_0.pt"),
+            frames,
             logged[number]["train/train_rollout_logprob_abs_diff"],
         )
         for number in range(recipe.rl_steps)
@@ -404,13 +415,13 @@ def read_evidence(run: Run) -> Evidence:
     taken = {0: 0} | {
         number: number - 1 for number in range(recipe.evaluate_every, recipe.rl_steps + 1, recipe.evaluate_every)
     }
-    held = {number: dump / f"rollout_eval_{file}.pt" for number, file in taken.items()}
+    held = {number: dumped(run, "rl", f"rollout_eval_{file}.pt") for number, file in taken.items()}
     losses = evidence.logged(run.folder / "sft.log")["step"]
     return Evidence(
         sft_loss=[losses[number]["train/loss"] for number in sorted(losses)],
         steps=steps,
-        evaluations={number: read_step(number, path, None, closers, opener) for number, path in held.items()},
-        generated=json.loads((run.folder / "generated.json").read_text()),
+        evaluations={number: read_step(number, path, None, frames) for number, path in held.items()},
+        generated=json.loads((run.folder / GENERATED).read_text()),
         exported=evidence.compare_export(run.folder / "export", held[max(held)]),
         control=run.control,
     )
@@ -432,8 +443,8 @@ def finish(run: Run, found: Evidence, seconds: float) -> None:
     )
     say(f"transformers on the export against the engine, over the last evaluation: {found.exported:.1e}")
     (run.folder / "curves.svg").write_text(report.picture(found, caption), encoding="utf-8")
-    dumps = [run.folder / "dump" / f"rollout_{number}.pt" for number in (0, len(found.steps) - 1)]
-    make_page(dumps, run.folder / "rollouts.html", run.folder / "model")
+    shown = [dumped(run, "rl", f"rollout_{number}.pt") for number in (0, len(found.steps) - 1)]
+    make_page(shown, run.folder / "rollouts.html", run.folder / "model")
     say(f"the curves: {run.folder / 'curves.svg'}; the first and the last rollout: {run.folder / 'rollouts.html'}")
 
 

@@ -19,7 +19,7 @@ What is stood in for (one function here for each, named in REPAIRS):
     names that vLLM 0.32 moved      where vime's July checkout looks for them
     vLLM's packed linear layers     plain ones (in the engine's process, see `_plain_linear`)
 
-The environment of the trainer imports this module when Python starts (cpu.environment), before anything of the above;
+The environment of the trainer imports this module when Python starts (`trainer.sources.make_environment`), before anything of the above;
 each repair is made when the module that it is for has been imported. With RETOOL_ENGINE_WITHOUT_CUDA=1 only those of
 the engine are made.
 """

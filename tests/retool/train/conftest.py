@@ -3,7 +3,7 @@
 import os
 
 import pytest
-from train_helpers import DRAWN_REWARDS, TINY, is_free_of_gpus
+from train_helpers import DRAWN, DRAWN_REWARDS, TINY, is_free_of_gpus
 from trainer import run
 
 ROOTS = ("VIME_ROOT", "MEGATRON_ROOT")
@@ -44,11 +44,16 @@ def sft_model(trained):
 
 
 @pytest.fixture(scope="session")
-def reinforced(trained):
+def server(trained):
+    """An engine for all runs: each gives it its own weights first."""
+    with run.engine(trained) as up:
+        yield up
+
+
+@pytest.fixture(scope="session")
+def reinforced(trained, server):
     """After two steps of RL on rewards that are drawn by lot, since a model that has seen so little is never right."""
-    with run.engine(trained) as server:
-        before = run.generated_tokens(server)
-        run.reinforced(trained, server, "--custom-rm-path", "drawn_rewards.reward")
-        run.write_counter(trained, run.generated_tokens(server) - before)
+    run.reinforced(trained, server, *DRAWN)
+    (trained.folder / run.GENERATED).write_text(str(run.generated_tokens(server)))
     run.export(trained)
     return trained

@@ -8,7 +8,7 @@ from itertools import chain
 import pytest
 from cpu.options import EXAMPLE, RunError
 from trainer import evidence, report, run, sources, toy, without_cuda
-from trainer.evidence import Evidence, Step, sampled_mask
+from trainer.evidence import Evidence, Frames, Step, sampled_mask
 
 GIT = ["git", "-c", "user.name=t", "-c", "user.email=t@example.com", "-c", "commit.gpgsign=false"]
 
@@ -139,18 +139,20 @@ def test_the_cut_tokenizer_splits_as_qwen3s(tmp_path):
 # The evidence -------------------------------------------------------------------------------------------------------
 
 
-OPEN, CALLED, END, OWN = [7, 8], 5, 6, 1
+OPEN, CALL, CALLED, END, OWN = [7, 8], 4, 5, 6, 1
 
 
 @pytest.mark.parametrize("response, said", [
     ([OWN, OWN, END], [1, 1, 1]),
-    ([OWN, CALLED, END, 9, *OPEN, OWN, END], [1, 1, 0, 0, 0, 0, 1, 1]),
-    ([OWN, CALLED, END, 9, *OPEN], [1, 1, 0, 0, 0, 0]),
+    ([CALL, CALLED, END, 9, *OPEN, OWN, END], [1, 1, 0, 0, 0, 0, 1, 1]),
+    ([CALL, CALLED, END, 9, *OPEN], [1, 1, 0, 0, 0, 0]),
+    ([OWN, CALLED, END], [1, 1, 1]),
+    ([CALL, CALLED, 9, *OPEN, CALLED, OWN, END], [1, 1, 0, 0, 0, 1, 1, 1]),
     ([OWN, END, 9, *OPEN, OWN], [1, 1, 0, 0, 0, 1]),
     ([], []),
 ])  # fmt: skip
 def test_which_tokens_the_model_sampled_is_read_from_the_ids_alone(response, said):
-    assert sampled_mask([3, *OPEN, *response], len(response), [CALLED, END], OPEN) == list(map(bool, said))
+    assert sampled_mask([3, *OPEN, *response], len(response), Frames(OPEN, END, CALL, CALLED)) == list(map(bool, said))
 
 
 def step(number=0, **changes):
@@ -178,6 +180,7 @@ GOOD = Evidence(
     ({"steps": [step(0, difference=float("nan")), step(1)]}, "step 0: engine and Megatron differ"),
     ({"steps": [step(0, misread=1), step(1)]}, "were not sampled"),
     ({"generated": 41}, "the engine generated 41 tokens, the samples hold 40"),
+    ({"generated": None}, None),
     ({"exported": float("nan")}, "transformers on the export"),
 ])  # fmt: skip
 def test_each_thing_that_is_missing_of_the_proof_is_named(changes, fault):
