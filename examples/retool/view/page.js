@@ -160,7 +160,7 @@ const COLUMNS = [
     cell: (row) => `${kept(row.members, "right").filter(Boolean).length}/${row.members.length}` },
   { key: "score", name: "reward", width: 58, number: true, cell: (row) => say(row.score) },
   { key: "right", name: "right", width: 42, cell: mark },
-  { key: "advantage", name: "adv.", width: 48, number: true, wide: true, title: `advantage (${words(index.rule)})`,
+  { key: "advantage", name: "adv.", width: 56, number: true, wide: true, title: `advantage (${words(index.rule)})`,
     cell: (row) => say(row.advantage) },
   { key: "calls", name: "calls", width: 78, cell: callsCell },
   { key: "end", name: "ended by", width: 72, wide: true, cell: (row) => words(row.end) },
