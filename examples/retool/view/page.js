@@ -11,11 +11,11 @@ const MAX_UNSEEN = 240; // unseen characters written out in a row
 const HEAT = [0.9, 0.5, 0.2, 0.05, 0.01, 0.001]; // a token less likely than HEAT[n] is shaded by class h(n+1)
 const LETTERS = {
   ok: "✓", error: "E", timeout: "T", memory: "M", too_long: "L", crashed: "C", refused: "R", invalid: "I",
-  not_found: "N", empty: "0", unreadable: "U", other: "?",
+  not_found: "N", syntax_error: "S", empty: "0", unreadable: "U", other: "?",
 };
 const WORDS = {
   too_long: "printed too much", not_found: "no such tool", invalid: "unusable arguments", empty: "nothing to run",
-  unreadable: "unreadable turn",
+  syntax_error: "not Python", unreadable: "unreadable turn",
 };
 
 // --- small things ---------------------------------------------------------------------------------------------------

@@ -283,6 +283,13 @@ def test_the_rule_is_named_as_the_run_named_it(tmp_path):
         assert json.loads(index)["samples"]["advantage"] == pytest.approx(expected, abs=1e-5)
 
 
+def test_the_page_has_a_letter_for_every_outcome():
+    from retool.metrics import OUTCOMES
+
+    letters = re.search(r"const LETTERS = \{(.*?)\};", (PARTS / "page.js").read_text(), re.S)
+    assert letters and {*OUTCOMES, "unreadable", "other"} <= set(re.findall(r"(\w+): ", letters[1]))
+
+
 # --- tokens ----------------------------------------------------------------------------------------------------------
 
 
