@@ -50,6 +50,7 @@ problem, missing, warning = (functools.partial(Finding, kind) for kind in ("prob
 
 def machine(settings: Settings) -> Iterator[Finding]:
     """vime, Megatron, the programs, GPUs, and the Ray cluster that is to be used."""
+    models, script = os.path.join(settings.vime, "scripts", "models"), f"{settings.model_script}.sh"
     for file in (settings.stage.train_script, "vime/utils/arguments.py", "scripts/models"):
         path = os.path.join(settings.vime, file)
         if not os.path.exists(path):
@@ -59,7 +60,9 @@ def machine(settings: Settings) -> Iterator[Finding]:
             )
             break
     else:
-        yield from _model_script(settings)
+        if not os.path.isfile(os.path.join(models, script)):
+            names = sorted(name.removesuffix(".sh") for name in os.listdir(models) if name.endswith(".sh"))
+            yield problem(f"MODEL_SCRIPT: no {script} in {models}, which holds {' '.join(names)}")
     path = os.path.join(settings.megatron, "megatron", "training")
     if not os.path.isdir(path):
         yield closed("MEGATRON_ROOT", path, problem) or problem(
@@ -81,13 +84,6 @@ def machine(settings: Settings) -> Iterator[Finding]:
             "WANDB_KEY is not sent to the cluster at RAY_ADDRESS, since Ray shows a job's environment in process lists "
             "and in its dashboard; run `wandb login` on its nodes, or start them with WANDB_API_KEY set"
         )
-
-
-def _model_script(settings: Settings) -> Iterator[Finding]:
-    folder = os.path.join(settings.vime, "scripts", "models")
-    if not os.path.isfile(os.path.join(folder, f"{settings.model_script}.sh")):
-        names = sorted(name.removesuffix(".sh") for name in os.listdir(folder) if name.endswith(".sh"))
-        yield problem(f"MODEL_SCRIPT: no {settings.model_script}.sh in {folder}, which holds {' '.join(names)}")
 
 
 def _gpus(settings: Settings) -> Iterator[Finding]:
@@ -212,10 +208,10 @@ def _cannot_hold_files(folder: str) -> str:
 # The command ---------------------------------------------------------------------------------------------------------
 
 
-def command(settings: Settings, words: Sequence[str]) -> list[Finding]:
+def command(settings: Settings, words: Sequence[str]) -> Iterator[Finding]:
     """What does not fit together, of the whole command line of the job."""
-    parts = (_layout, _cluster, _resumed, _disk, _data)
-    return [finding for part in parts for finding in part(settings, words)]
+    for part in (_layout, _cluster, _resumed, _disk, _data):
+        yield from part(settings, words)
 
 
 def _layout(settings: Settings, words: Sequence[str]) -> Iterator[Finding]:
@@ -353,16 +349,19 @@ def _data(settings: Settings, words: Sequence[str]) -> Iterator[Finding]:
         elif not os.path.exists(file) or not os.path.getsize(file):
             yield missing(f"{name}: {file} does not exist or is empty; {remedy}")
         else:
-            count, why = data_files.look_into(path, keys, batch)
-            if why:
+            try:
+                count = data_files.look_into(path, keys, batch)
+            except data_files.BadFile as why:
                 yield problem(f"{name}: {file}: {why}; {remedy}{' --force' * bool(known)}")
-            elif not prefix and count < batch and settings.stage.name == "sft":
-                text = f"{name}: {path} has {count} rows, fewer than a batch (--rollout-batch-size {batch})"
-                # vime counts the steps of an epoch in whole batches.
-                epochs = number("--num-rollout", words) is None
-                yield (
-                    problem(f"{text}, so there would be no step") if epochs else warning(f"{text}: they are repeated")
-                )
+            except ImportError as error:
+                yield warning(f"{name}: {file} is not looked into ({error})")
+            else:
+                if not prefix and count < batch and settings.stage.name == "sft":
+                    text = f"{name}: {path} has {count} rows, fewer than a batch (--rollout-batch-size {batch})"
+                    if number("--num-rollout", words) is None:  # vime counts the steps of an epoch in whole batches
+                        yield problem(f"{text}, so there would be no step")
+                    else:
+                        yield warning(f"{text}: they are repeated")
 
 
 def values(flag: str, words: Sequence[str]) -> list[str]:

@@ -45,7 +45,7 @@ def not_a_data_file(file: str) -> str:
     return ""
 
 
-def look_into(path: str, keys: Keys, limit: int) -> tuple[int, str]:
+def look_into(path: str, keys: Keys, limit: int) -> int:
     """Look into the first rows.
 
     Args:
@@ -54,23 +54,26 @@ def look_into(path: str, keys: Keys, limit: int) -> tuple[int, str]:
         limit: how many rows are looked at.
 
     Returns:
-        How many there are, at most `limit`, and what is wrong with them, "" if nothing is.
+        How many there are, at most `limit`.
+
+    Raises:
+        BadFile: a row lacks something, or there is none.
+        ImportError: pyarrow, which vime reads parquet with, is not installed here.
     """
     file, part = rows_of(path)
     if (part.start or 0) < 0 or (part.stop or 0) < 0:
-        return 0, "vime cannot count rows from the end; begin at 0"
+        raise BadFile("vime cannot count rows from the end; begin at 0")
+    rows = itertools.islice(
+        _read_jsonl(file) if file.endswith(".jsonl") else _read_parquet(file), part.start, part.stop
+    )
     count = 0
-    try:
-        rows = _read_jsonl(file) if file.endswith(".jsonl") else _read_parquet(file)
-        for place, row in itertools.islice(rows, part.start, part.stop):
-            if why := _what_a_row_lacks(row, keys):
-                return count, f"{place} {why}"
-            count += 1
-            if count == limit:
-                break
-    except BadFile as error:
-        return count, str(error)
-    return count, "" if count else "there is no row in it"
+    for place, row in itertools.islice(rows, limit):
+        if why := _what_a_row_lacks(row, keys):
+            raise BadFile(f"{place} {why}")
+        count += 1
+    if not count:
+        raise BadFile("there is no row in it")
+    return count
 
 
 def _read_jsonl(file: str) -> Iterator[tuple[str, Any]]:

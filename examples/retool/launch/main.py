@@ -67,7 +67,8 @@ def prepare(settings: Settings, own: Sequence[str], further: Sequence[str]) -> L
         *wandb_arguments(settings),
         *further,
     ]
-    report(settings, [*checks.command(settings, words), *ask_vime(settings, words)])
+    report(settings, checks.command(settings, words))
+    report(settings, ask_vime(settings, words))
     conversion = []
     if settings.ref_made and not checkpoints.is_whole(settings.ref_load):
         converter = os.path.join(settings.vime, "tools", "convert_hf_to_torch_dist.py")

@@ -425,6 +425,9 @@ def test_parquet_is_looked_into_as_well(tree):
     assert result.code == 1 and "row 1 has no tools (--tool-key), only messages; make it: python" in result.err
     path.write_text("no parquet")
     assert "it cannot be read as parquet (" in run(tree, "sft", SFT_DATA=str(path)).err
+    with mock.patch.dict("sys.modules", {"pyarrow": None}):  # a machine that only submits
+        result = run(tree, "sft", SFT_DATA=str(path))
+    assert result.started and "is not looked into (" in result.err
 
 
 def test_few_rows_are_repeated_where_steps_are_counted(tree):
