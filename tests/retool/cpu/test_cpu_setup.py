@@ -13,7 +13,6 @@ import ssl
 import subprocess
 import sys
 import threading
-import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -281,21 +280,17 @@ def test_other_failures_of_pip_are_told_apart(tmp_path, script, said):
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_an_installation_that_is_interrupted_ends_pip_and_leaves_nothing(tmp_path, signum):
     venv = stand_in_pip(tmp_path / "venv", 'echo "Collecting torch"; : >"$TMPDIR/big"; exec sleep 600')
-    process = subprocess.Popen(
-        ["bash", VENV],
-        env=clean_environment()
-        | {"RETOOL_CACHE": str(tmp_path / "cache"), "RETOOL_VENV": str(venv), "PYTHON": sys.executable},
-        stderr=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    wait_for(lambda: list((tmp_path / "cache").glob("pip.*/big")))
-    time.sleep(1)
+    settings = {"RETOOL_CACHE": str(tmp_path / "cache"), "RETOOL_VENV": str(venv), "PYTHON": sys.executable}
+    said = tmp_path / "said"
+    with said.open("w") as stderr:
+        pipes = {"stdout": subprocess.PIPE, "stderr": stderr}
+        process = subprocess.Popen(["bash", VENV], env=clean_environment() | settings, text=True, **pipes)
+    wait_for(lambda: list((tmp_path / "cache").glob("pip.*/big")) and "downloading torch" in said.read_text())
     left = descendants(process.pid)
     process.send_signal(signum)
-    out, err = process.communicate(timeout=30)
+    out, _ = process.communicate(timeout=30)
     assert process.returncode == 128 + signum and not out
-    assert "stopped; the next run goes on where this one was" in err and "downloading torch" in err
+    assert "stopped; the next run goes on where this one was" in said.read_text()
     assert_ended(left)
     assert not list((tmp_path / "cache").glob("pip.*/"))
 
