@@ -3,10 +3,10 @@
     host process (any event loops, in any threads)            |  jail (``retool/sandbox/worker.py``, no privileges)
                                                               |
     ToolRegistry.execute_tool     takes SEMAPHORE, once       |
-      PythonSandbox.execute_code  policy on the syntax tree   |
+      PythonSandbox.execute_code  finds the worker            |
         pool: workers             pre-forked children         |
-            control socket ---------------------------------- | --> worker: confined once, forks, kills, reaps
-        call: source, records of output --------------------- | --> child: confined, runs one call, exits
+            control, a leash per child ---------------------- | --> worker: confined once, forks, kills, reaps
+        call: source, records of output --------------------- | --> child: confined, compiles, checks, runs, exits
 
 With RETOOL_SANDBOX=ray, `execute_code` hands the call to a node of the Ray cluster instead, whose own pool runs it.
 
@@ -16,27 +16,31 @@ model must not be trained on it. Cancelling the task that awaits a call ends the
 workers start at the first call, are shared by all loops and threads of the process, and end with it, even if it is
 killed. Linux only.
 
-Invariants. The limit on concurrent calls is taken in ``ToolRegistry.execute_tool`` and nowhere else. No byte from the
-jail is trusted: a record is text to show or one of a few letters, and what a call may send, hold and last is bounded.
-The host waits for no process while a loop runs: a call is one socket, and closing it is what kills its child.
+Invariants. No code of the model's is parsed, compiled, matched or walked outside the jail. The limit on concurrent calls
+is taken in ``ToolRegistry.execute_tool`` and nowhere else. No byte from the jail is trusted: a record is text to show or
+one of a few letters, and what a call may send, hold and last is bounded. The host waits for no process while a loop
+runs: closing a call's sockets is what kills its child.
 
 Why this way, with numbers: docs/design.md.
 """
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import os
 import re
 import sys
+import time
 from collections.abc import Awaitable, Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from retool.chat import CODE_INTERPRETER, CODE_TOOL, SYSTEM_PROMPT, code_interpreter_spec, neutralize, shorten
 from retool.observations import Parts, fit
-from retool.sandbox import call, names, policy, ray_pool, reviewer, wire
-from retool.sandbox.pool import POOL, worker_key, worker_keys
-from retool.sandbox.results import SandboxError, ToolOutput, observation
+from retool.sandbox import call, policy_tables, ray_pool, wire
+from retool.sandbox.pool import POOL, WorkerKey, worker_key, worker_keys
+from retool.sandbox.results import Reply, SandboxError, ToolOutput, observation
 from retool.sandbox.semaphore import ProcessSemaphore
 from retool.sandbox.wire import LAYERS
 
@@ -61,8 +65,8 @@ TOOL_CONFIGS: dict[str, Any] = {
     "max_turns": 20,
     "max_tool_calls": 16,
     "tool_concurrency": 32,
-    # Seconds of processor time: what ends at all ends in a part of this, and a batch waits for its slowest sample. By
-    # the wall clock a call may take four times as many, since a busy machine must not make its work look too slow.
+    # Seconds: what ends at all ends in a part of this, and a batch waits for its slowest sample. What a call waits for a
+    # processor does not count, since a busy machine must not make its work look too slow.
     "python_timeout": 10.0,
     # What one call may map beside the interpreter. With all calls at their limit it is 32 GB of the machine's memory.
     "python_memory_limit": "1GB",
@@ -102,19 +106,13 @@ def _cluster() -> ray_pool.Cluster | None:
 CLUSTER = _cluster()
 
 
-class _ReviewedCode(str):
-    """A source that carries its review, so that whoever decides over it need not review it again."""
-
-    review: policy.Review
-
-
 class PythonSandbox:
     """Runs model-written Python.
 
-    `allowed_modules` may be widened. A call that imports a module beyond the default set runs under a worker that has
-    loaded it, others pay nothing for it. Such a worker may read below the library directories, for late imports, and
-    its calls can tell by a path whether a file is there, and its size. A library that evaluates strings, as sympy
-    does, gives up the source policy; the jail is the same.
+    `allowed_modules` may be widened. A call whose source names a library runs under a worker that has loaded it, others
+    pay nothing for it. Such a worker may read below the library directories, for late imports, and its calls can tell
+    by a path whether a file is there, and its size. A library that evaluates strings, as sympy does, gives up the
+    source policy; the jail is the same.
     """
 
     def __init__(
@@ -125,7 +123,7 @@ class PythonSandbox:
     ):
         """
         Args:
-            timeout: seconds of processor time that a call may use; it may take four times as many by the wall clock.
+            timeout: seconds that a call may compute, sleep, or wait for anything but a processor.
             memory_limit: what a call may add to the worker's memory, in bytes or as "1GB".
             layers_off: layers of the jail to leave out, of `LAYERS`. For tests, which try each layer alone.
 
@@ -137,7 +135,7 @@ class PythonSandbox:
             _check_installed(name)
         self.timeout = float(timeout)
         self.memory_bytes = _memory_bytes(memory_limit)
-        self.allowed_modules = {*names.DEFAULT_MODULES, *TOOL_CONFIGS["allowed_modules"]}
+        self.allowed_modules = {*policy_tables.DEFAULT_MODULES, *TOOL_CONFIGS["allowed_modules"]}
         self._layers_off = tuple(layers_off)
 
     async def execute_code(self, code: str) -> ToolOutput:
@@ -146,42 +144,54 @@ class PythonSandbox:
         Raises:
             SandboxError: the sandbox failed.
         """
-        code = code.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")  # as Python itself reads it
-        reviewed = _ReviewedCode(code)
-        reviewed.review = review = await reviewer.review(code, frozenset(self.allowed_modules))
-        most = TOOL_CONFIGS["max_output_chars"]
-        safe, message = self._check_code_safety(reviewed)
-        if not safe:
-            return ToolOutput.of(fit(Parts(notice=f"not allowed: {message}"), most), "refused")
-        if review.unreadable:  # ends here and is never run: what the host cannot read it cannot have checked
-            return ToolOutput.of(Parts(exception=review.unreadable), "error")
-        key = worker_key(review.imports, frozenset(self.allowed_modules), self.memory_bytes, self._layers_off)
-        packages = {module.split(".")[0] for module in review.imports}
-        draws = bool(key.libraries) or not packages.isdisjoint(names.RANDOM_MODULES)
-        needs = wire.DRAWS * draws | wire.GUARDED * review.guarded
-        request = wire.request(review.shown, needs, self.timeout, code)
-        run = CLUSTER.run if CLUSTER else call.run
-        reply = await run(key, request, self.timeout, keep=4 * most)
+        most, mode = TOOL_CONFIGS["max_output_chars"], wire.CHECK_AND_RUN
+        if getattr(self._check_code_safety, "__func__", None) is not PythonSandbox._check_code_safety:
+            safe, message = self._check_code_safety(code)
+            if not safe:
+                return ToolOutput.of(fit(Parts(notice=f"not allowed: {message}"), most), "refused")
+            mode = wire.RUN
+        try:
+            reply = await self._run(mode, code, keep=4 * most)
+        except ValueError as error:
+            return ToolOutput.of(fit(Parts(notice=f"not allowed: {error}"), most), "refused")
         return observation(reply, self.timeout, self.memory_bytes, most)
+
+    async def _run(self, mode: int, code: str, keep: int) -> Reply:
+        """`SandboxError`; `ValueError`: it is no source that Python could read."""
+        code = code.removeprefix("\ufeff")
+        if "\r" in code:
+            code = code.replace("\r\n", "\n").replace("\r", "\n")  # as Python itself reads it
+        request = wire.request(mode, self.timeout, code)
+        key = worker_key(self._keys(), code)
+        return await (CLUSTER.run if CLUSTER else call.run)(key, request, self.timeout, keep)
+
+    def _keys(self) -> tuple[WorkerKey, ...]:
+        return worker_keys(frozenset(self.allowed_modules), self.memory_bytes, self._layers_off)
 
     def preload(self) -> None:
         """Have the workers started that calls will need, libraries loaded; returns at once. Calls do not depend on it."""
-        for key in worker_keys(frozenset(self.allowed_modules), self.memory_bytes, self._layers_off):
+        for key in self._keys():
             CLUSTER.preload(key) if CLUSTER else POOL.start(key)
 
     def _check_code_safety(self, code: str) -> tuple[bool, str]:
-        """Whether the code may run. A test or a user may replace this on an instance; it is looked up for each call.
+        """Whether the code may run, of which a child of its own is asked; blocks for some milliseconds.
 
-        A syntax error is not a safety matter: nothing runs, and the observation is Python's own message.
+        A test or a user may replace this on an instance; it is looked up for each call, on its loop. A syntax error is
+        not a safety matter: nothing runs, and the observation is Python's own message.
 
         Returns:
             (True, ""), or (False, what is refused and what may be used instead).
         """
-        if isinstance(code, _ReviewedCode):
-            message = code.review.refusal
-        else:
-            message = reviewer.review_here(code, frozenset(self.allowed_modules)).refusal
-        return not message, message
+        most = TOOL_CONFIGS["max_output_chars"]
+        try:
+            with ThreadPoolExecutor(1) as thread:  # in this one a loop may be running
+                reply = thread.submit(asyncio.run, self._run(wire.CHECK, code, keep=most)).result()
+        except (ValueError, SandboxError, RuntimeError) as error:
+            return False, str(error)
+        told = observation(reply, self.timeout, self.memory_bytes, most)
+        if told.outcome in ("ok", "syntax_error"):
+            return True, ""
+        return False, told.removeprefix("Error: ").removeprefix("not allowed: ")
 
 
 def _check_installed(module: str) -> None:
@@ -253,22 +263,26 @@ class ToolRegistry:
         Raises:
             SandboxError: the sandbox or the tool's handler failed.
         """
+        handler = self._handlers.get(name)
+        if handler is None:
+            known = ", ".join(tool for tool in self.tools if self._handlers[tool])
+            return ToolOutput(f"Error: tool {name!r} was not found. Available: {known}.", "not_found")
+        if not isinstance(arguments, dict):
+            return ToolOutput(f"Error: the arguments of {name!r} must be a JSON object.", "invalid")
+        asked = time.monotonic()
         async with SEMAPHORE:
-            handler = self._handlers.get(name)
-            if handler is None:
-                known = ", ".join(tool for tool in self.tools if self._handlers[tool])
-                return ToolOutput(f"Error: tool {name!r} was not found. Available: {known}.", "not_found")
-            if not isinstance(arguments, dict):
-                return ToolOutput(f"Error: the arguments of {name!r} must be a JSON object.", "invalid")
+            started = time.monotonic()
             try:
                 result = await handler(arguments)
             except SandboxError:
                 raise
             except Exception as error:
                 raise SandboxError(f"the handler of tool {name!r} failed: {error!r}") from error
-            if not isinstance(result, str):
-                raise SandboxError(f"the handler of tool {name!r} returned {type(result).__name__}, not a string")
-            return result if isinstance(result, ToolOutput) else ToolOutput(result)
+        if not isinstance(result, str):
+            raise SandboxError(f"the handler of tool {name!r} returned {type(result).__name__}, not a string")
+        output = result if isinstance(result, ToolOutput) else ToolOutput(result)
+        output.queued, output.ran_seconds = started - asked, time.monotonic() - started
+        return output
 
     async def _run_code(self, arguments: dict[str, Any]) -> str:
         if "code" not in arguments:
@@ -292,4 +306,3 @@ def shutdown() -> None:
     if CLUSTER:
         CLUSTER.close()
     POOL.close()
-    reviewer.REVIEWER.close()

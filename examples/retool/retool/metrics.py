@@ -18,7 +18,10 @@ from typing import Any, NamedTuple
 from retool.chat import Observation, find_observations
 from retool.episode import EndReason
 
-OUTCOMES = ("ok", "error", "timeout", "memory", "too_long", "crashed", "refused", "invalid", "not_found")
+OUTCOMES = (
+    *("ok", "error", "syntax_error", "empty", "timeout", "memory", "too_long", "crashed", "refused", "invalid"),
+    "not_found",
+)
 
 # By which a refusal is counted under its own name: what math models ask for, and what an allowed list may be widened by.
 REFUSED_MODULES = ("numpy", "sympy", "scipy", "pandas", "matplotlib", "sys", "os", "time", "networkx", "mpmath")

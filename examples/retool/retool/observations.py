@@ -22,7 +22,7 @@ from typing import NamedTuple
 from retool.chat import shorten
 
 NO_OUTPUT = "No output. Use print(...) to see a value."
-MAX_TRACEBACK_CALLS = 8  # as in sandbox/notebook.py, which can import nothing of ours; so are the next two
+MAX_TRACEBACK_CALLS = 8  # as in sandbox/child.py, which runs in the jail; so are the next two
 MAX_LINE_CHARS = 200
 CAUSES = (
     "The above exception was the direct cause of the following exception:",
@@ -88,7 +88,11 @@ def shown(output: str, dialect: str | None, most: int) -> str:
 
 
 def timed_out(seconds: float) -> str:
-    return f"timed out after {seconds:g} seconds. Use a faster method or a smaller case."
+    return f"timed out: used {seconds:g} s of processor time. Use a faster method or a smaller case."
+
+
+def slept(seconds: float) -> str:
+    return f"timed out: slept, or waited for input, for {seconds:g} s. A call has no input, and nothing to wait for."
 
 
 def memory_hint(limit_bytes: int) -> str:
@@ -167,7 +171,7 @@ def _split_warnings(written: str) -> tuple[str | None, str]:
 
 
 def _short_traceback(exception: str, code: str) -> str:
-    """An exception as the sandbox describes it; see `describe` of sandbox/notebook.py."""
+    """An exception as the sandbox describes it; see `describe` of sandbox/child.py."""
     parts = []
     for chained in re.split(rf"\n\n({'|'.join(map(re.escape, CAUSES))})\n\n", exception):
         parts.append(chained if chained in CAUSES else _one_traceback(chained, code))

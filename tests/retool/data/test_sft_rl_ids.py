@@ -240,7 +240,7 @@ CODE = "def f(x):\n    return 1 / x\n\nprint('a')\nf(0)"
 SHORT = (
     "Error: Traceback (most recent call last):\n  line 5, in <module>\n    f(0)\n  line 2, in f\n    return 1 / x\n"
 )
-TIMED_OUT = "Error: timed out after 10 seconds. Use a faster method or a smaller case."
+TIMED_OUT = "Error: timed out: used 10 s of processor time. Use a faster method or a smaller case."
 
 
 def trace(first: int, file: str = "/tmp/tmpa/tmpb.py", source: bool = True, marks: bool = False) -> str:

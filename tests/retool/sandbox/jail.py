@@ -24,10 +24,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import tool_sandbox
-from retool.sandbox import policy as sandbox_policy
 from retool.sandbox import pool, wire
 from retool.sandbox.pool import POOL
-from retool.sandbox.reviewer import REVIEWER
 
 SECONDS = 20.0  # for calls that end by themselves in milliseconds: generous, so that a busy machine changes no result
 MEMORY = "256MB"
@@ -87,13 +85,12 @@ def run(code: str, disabled: tuple[str, ...] = (), library: bool = False, **opti
 
 def request(code: str) -> bytes:
     """What the host sends to a child."""
-    review = sandbox_policy.review(code, sandbox_policy.DEFAULT_MODULES)
-    return wire.request(review.shown, False, SECONDS, code)
+    return wire.request(wire.RUN, SECONDS, code)
 
 
 def resting_processes() -> int:
     """Of this host: its workers, each with the process that waits outside its namespace, and pre-forked children."""
-    return sum(2 + len(worker.preforked) for worker in POOL.workers()) + (REVIEWER.process_id is not None)
+    return sum(2 + len(worker.preforked) for worker in POOL.workers())
 
 
 def prefork_all() -> None:
@@ -419,7 +416,7 @@ def buffer(content):
 def vector(address, size):
     return buffer(struct.pack("=QQ", address, size))
 def own_descriptor():
-    return sys.modules["notebook"]._call
+    return sys.modules["retool.sandbox.child"]._call
 def open_descriptors(most=1024):
     status, fstat = buffer(512), ctypes.c_long(NUMBERS["fstat"])
     return [number for number in range(most) if _libc.syscall(fstat, ctypes.c_long(number), status) == 0]

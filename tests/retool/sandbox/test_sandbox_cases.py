@@ -1,6 +1,7 @@
 """What a source may do and what its observation says: the golden cases, and the families they stand for."""
 
 import asyncio
+import contextlib
 import importlib
 import json
 import os
@@ -14,13 +15,18 @@ from pathlib import Path
 import jail
 import pytest
 import tool_sandbox
-from retool.sandbox import policy as sandbox_policy
+from retool.sandbox import policy, pool
+from retool.sandbox.child import compile_program
+from retool.sandbox.policy_tables import DEFAULT_MODULES
 from retool.sandbox.pool import FORKS_PER_REQUEST, POOL
-from retool.sandbox.reviewer import LONG_CODE_CHARS
 from tool_sandbox import PythonSandbox, SandboxError, ToolOutput, ToolRegistry
 
 CASES = Path(__file__).resolve().parents[1] / "cases"
 EXAMPLE = Path(tool_sandbox.__file__).parent
+
+
+# Of what is nested too deeply, by the version of Python.
+DEEP = "ok error syntax_error memory crashed timeout refused"
 
 
 def golden(name: str) -> list:
@@ -74,6 +80,10 @@ def test_golden_execution(case):
         ("\ufeff3 * 3", "9"),
         ("[y := 4, y ** 2]", "[4, 16]"),
         ("lambda: 0", "<function <lambda>"),
+        ("[x\nfor x in range(3)]", "[0, 1, 2]"),
+        ("x = 1; 'a;b'", "'a;b'"),
+        ("x = [\n" + "1,\n" * 50 + "]\n(\n" + "x[0] +\n" * 50 + "0)", "50"),
+        ("from __future__ import annotations\ndef f(x: Nowhere): return 2\nf(1)", "2"),
     ],
 )
 def test_value_of_the_last_expression_is_shown(code, shown):
@@ -81,9 +91,20 @@ def test_value_of_the_last_expression_is_shown(code, shown):
     assert result.startswith("Output:\n" + shown) and result.outcome == "ok"
 
 
-@pytest.mark.parametrize("code", ["None", "x = 1", "if True:\n    5", "for i in range(3):\n    i", "# nothing"])
-def test_nothing_to_show_asks_for_print(code):
-    assert run(code) == "No output. Use print(...) to see a value."
+@pytest.mark.parametrize(
+    "code, outcome",
+    [
+        *(
+            (code, "ok")
+            for code in ("None", "x = 1", "if True:\n    5", "for i in range(3):\n    i", "if 0: 1; 5", "pass")
+        ),
+        *(("match 1:\n    case 2: 3; 5", "ok"), ("@staticmethod\ndef f():\n    5", "ok")),
+        *((code, "empty") for code in ("# nothing", "\n# a\n   # b\n")),
+    ],
+)
+def test_nothing_to_show_asks_for_print(code, outcome):
+    result = run(code)
+    assert result == "No output. Use print(...) to see a value." and result.outcome == outcome
 
 
 @pytest.mark.parametrize(
@@ -103,7 +124,8 @@ def test_nothing_to_show_asks_for_print(code):
 )
 def test_errors_name_the_line_of_the_code(code, line, error):
     result = run(code)
-    assert result.outcome == "error" and f"line {line}" in result and error in result
+    assert result.outcome == ("syntax_error" if error.startswith(("SyntaxError", "Indentation")) else "error")
+    assert f"line {line}" in result and error in result
     assert "worker.py" not in result and "retool" not in result and "<code>" not in result
 
 
@@ -192,7 +214,7 @@ def test_calls_share_nothing():
     assert len(values) == 10
 
 
-@pytest.mark.parametrize("module", sorted(sandbox_policy.DEFAULT_MODULES - {"random", "statistics"}))
+@pytest.mark.parametrize("module", sorted(DEFAULT_MODULES - {"random", "statistics"}))
 def test_only_calls_that_could_draw_from_it_need_a_random_state_of_their_own(module):
     """Others share the worker's, so they must not come by it: neither by its module nor by its functions."""
     for value in vars(importlib.import_module(module)).values():
@@ -215,7 +237,7 @@ def test_each_call_draws_its_own_numbers(code):
     assert len(outputs) == 2 * FORKS_PER_REQUEST and all(output.outcome == "ok" for output in outputs)
 
 
-@pytest.mark.parametrize("module", sorted(sandbox_policy.DEFAULT_MODULES))
+@pytest.mark.parametrize("module", sorted(DEFAULT_MODULES))
 def test_every_default_module_is_there_beside_any_other(module):
     assert run(f"import math, {module} as m\nprint(m.__name__, math.pi > 3)") == f"Output:\n{module} True"
     assert run(f"def f():\n    import {module} as m\n    return m.__name__\nprint(f())") == f"Output:\n{module}"
@@ -251,7 +273,6 @@ def test_what_modules_import_late_is_there(code, value):
     [
         ("print('\\d')", ["-W", "error"], "Output:\n\\d"),
         ("print('\\d')", ["-W", "always"], "Output:\n\\d"),
-        ("def f(x: \"'\\d' + __import__('os').system('id')\"): pass", ["-W", "error"], "not allowed"),
         ("assert 1 == 2", ["-OO"], "AssertionError"),
     ],
 )
@@ -299,7 +320,7 @@ def comprehensions(depth: int) -> str:
 )
 def test_what_is_too_much_for_the_compiler_ends_its_own_call_and_does_not_hold_the_host(code):
     lag, result = asyncio.run(lag_during(code))
-    assert result.outcome in ("ok", "error", "memory", "timeout", "crashed") and lag < 0.25
+    assert result.outcome in DEEP.split() and lag < 0.25
     assert run("print(1)") == "Output:\n1"
 
 
@@ -309,14 +330,6 @@ def test_what_is_too_much_for_the_compiler_ends_its_own_call_and_does_not_hold_t
 )
 def test_python_finds_what_it_imports_for_type_parameters(code):
     assert run(code).outcome == "ok"
-
-
-def test_code_beyond_the_policy_still_finds_every_module_that_it_imports(monkeypatch):
-    """The policy gives up at its first refusal; who replaces it must not lose what stands after that."""
-    sandbox = PythonSandbox(20, "1GB")
-    monkeypatch.setattr(sandbox, "_check_code_safety", lambda code: (True, ""))
-    code = "eval('1')\nimport datetime\nimport random\nprint(datetime.MINYEAR, random.random() < 1)"
-    assert asyncio.run(sandbox.execute_code(code)) == "Output:\n1 True"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -330,7 +343,7 @@ def test_golden_policy(case):
     assert bool(message) != safe
     if case["allowed"] is None:
         result = run(case["code"])
-        assert result.outcome == "error" and "SyntaxError" in result and "line 1" in result
+        assert result.outcome == "syntax_error" and "SyntaxError" in result and "line 1" in result
 
 
 ORDINARY = """
@@ -419,9 +432,31 @@ def statements(text: str) -> list[str]:
     return [textwrap.dedent(program) for program in programs]
 
 
+def refusal(code: str) -> str:
+    """The policy's, in this process."""
+    program = compile_program(code)
+    return policy.refusal([*program.codes, *filter(None, [program.shown])], DEFAULT_MODULES, strict=True)
+
+
 @pytest.mark.parametrize("code", statements(ORDINARY))
 def test_ordinary_code_is_let_through(code):
-    assert PythonSandbox(1, "1GB")._check_code_safety(code) == (True, "")
+    assert refusal(code) == ""
+
+
+# A comment to whoever reads text; code to whoever decodes bytes as the source asks.
+ENCODINGS = [
+    "# coding: utf-7\n#+AAo-import os;print('GOT' if os else 0)\n",
+    "# coding: unicode_escape\n#\\x0aimport os;print('GOT' if os else 0)\n",
+    "# coding: raw_unicode_escape\n#\\u000aimport os;print('GOT' if os else 0)\n",
+    "#\n# vim: set fileencoding=utf-7 :\n#+AAo-import os;print('GOT' if os else 0)\n",
+]
+
+
+@pytest.mark.parametrize("code", ENCODINGS)
+def test_what_runs_is_the_text_that_was_checked(code):
+    plain = [sys.executable, "-c", f"exec(compile({code.encode()!r}, '', 'exec'))"]
+    assert b"GOT" in subprocess.run(plain, capture_output=True).stdout
+    assert run(code).outcome == "empty"
 
 
 REFUSED = r"""
@@ -429,27 +464,9 @@ from os import *
 import os as math
 import math, threading
 import collections.abc, os.path
-import sys; sys.modules
 import sys; sys._getframe()
-import sys as s; s.settrace(f)
-from sys import modules
-import sys; x = [sys]
-import sys; sys.stdin.read()
 import sys; sys.setrecursionlimit(1 << 25)
-import timeit; timeit.Timer('x')
 import queue; queue.threading
-import argparse; argparse.FileType('r')
-import random; x = [random]
-import collections.abc; f(collections.abc)
-import math; f(module=math)
-type('A', (), {'x': 1})
-class A:\n    def __reduce__(self): return 1
-class A:\n    def __getstate__(self): return 1
-import contextlib\nclass A(contextlib.redirect_stdout): pass
-d = {'__match_args__': ('x',)}
-d['__match' + '_args__'] = ('x',)
-object.__setattr__(x, '__class__', y)
-object.__setattr__(x, name, y)
 def f(input): pass\nprint(input())\ndel input
 import json.tool, subprocess
 from . import x
@@ -464,20 +481,13 @@ import re._compiler
 import random; random._os.getcwd()
 import random as r; r._inst
 import statistics as s; s.sys
-import statistics; m = statistics; m.sys
-import statistics; a = statistics; b = a; b.sys.exit()
-import statistics; (m := statistics).sys
-import statistics; x = [statistics][0].sys
 import dataclasses; dataclasses.inspect
 import contextlib; contextlib.os
 import collections; collections._sys
 import json; json.codecs.open('/etc/passwd')
-import json; json.decoder.scanner._os
 import typing; typing.get_type_hints(f)
 import typing; typing.ForwardRef('x')
 from typing import get_type_hints as g
-import statistics; getattr(statistics, 'sys')
-import random; getattr(random, '_os')
 e = exec
 (lambda f=eval: f('1'))()
 [open][0]('x')
@@ -494,14 +504,11 @@ f'{1:{open("x")}}'
 print(vars(), locals())
 breakpoint()
 (x := globals)()
-del globals
-global __builtins__; __builtins__ = {}
 __builtins__.eval
 __loader__
 __spec__
 __import__
 ｅval('1')
-class A:\n    def f(self): return __class__
 ().__class__.__bases__[0].__subclasses__()
 ''.__self__
 f.__globals__
@@ -526,53 +533,25 @@ a.ag_frame
 (x for x in ()).gi_code
 tb.tb_frame.f_locals
 x.f_builtins
-del x.__class__
-x.__class__ = y
-x.__class__: int = 1
-for x.__class__ in []: pass
-with a as x.__class__: pass
 getattr(x, '__class__')
 getattr(x, '__cl' + 'ass__')
-getattr(x, *names)
-getattr(*args)
-g = getattr; g(x, 'y')
-list(map(getattr, [1], ['real']))
 setattr(x, '__class__', y)
 setattr(x, '__cl' 'ass__', y)
 from operator import attrgetter; attrgetter('__class__')(1)
-from operator import attrgetter as a; a('real.__class__')(1)
-from operator import attrgetter as a; a(name)
-from operator import attrgetter as a; f = a
 import operator; operator.attrgetter('a', '__class__')
 import operator as o; o.methodcaller('__getattribute__', 'x')
-import operator; g = operator.attrgetter
-from operator import *; g = attrgetter
-'{0.__class__}'.format(1)
-'{0.real.__class__.__mro__}'.format(1)
-'{x[0].__class__}'.format(x=[1])
-'{0.gi_frame.f_globals}'.format(g)
-'{0.__class__}'.format_map({})
-s = '{0.__class__}'; s.format(1)
-str.format('{0.__class__}', 1)
-('{0.__cl' + 'ass__}').format(1)
-f = '{0.__class__}'.format; f(1)
-import string; string.Formatter().format('{0.__class__}', 1)
 match x:\n    case object(__class__=c): pass
 match x:\n    case [object(gi_frame=f)]: pass
 try: pass\nexcept eval: pass
 lambda: __import__('os')
 async def f(): await open('x')
-def f(x: "__import__('os').system('id')"): pass
-def f() -> "a.__dict__": pass
-x: "list[open('x')]" = 1
 """.strip()
 
 
 @pytest.mark.parametrize("code", [line.replace("\\n", "\n") for line in REFUSED.split("\n")])
-def test_evasions_are_refused_with_a_reason(code):
-    assert not sandbox_policy.review(code, sandbox_policy.DEFAULT_MODULES).unreadable
-    safe, message = PythonSandbox(1, "1GB")._check_code_safety(code)
-    assert not safe and message.startswith(("line ", "a format")) and len(message) > 20
+def test_habits_are_refused_with_a_reason(code):
+    message = refusal(code)
+    assert message.startswith("line ") and len(message) > 20
 
 
 def test_a_refusal_lists_every_problem_once():
@@ -611,6 +590,19 @@ def test_golden_useful(case):
         ("import sys\nprint(1, file=sys.stderr)\nsys.stdout.write('x\\n')\nsys.exit(0)", "Output:\nx"),
         ("import io_ as x", "not available"),
         ("import sys\nprint(sys.modules)", "'sys.modules' is not available"),
+        ("import sys\nsys.stdin.read()", "A call has no input"),
+        ("from sys import modules", "ImportError: cannot import name 'modules' from 'sys'"),
+        ("import sys\nsys.setrecursionlimit(10**6)\nsys.getrecursionlimit()", "Output:\n100000"),
+        ("import sys\nsys.setrecursionlimit(1e999)\nsys.getrecursionlimit()", "100000"),
+        ("print(__file__)", "The code does not lie in a file"),
+        ("import warnings", "print what it would say"),
+        ("import logging", "print what it would say"),
+        ("import traceback", "its traceback is shown"),
+        ("print(total)", "NameError: name 'total' is not defined\nEvery call starts afresh: define it in this call."),
+        ("import math\nx = [math]\nx[0].pi", "3.14"),
+        ("x = [" + "1, " * 200 + "2 3]", "2 3]\n"),
+        ("x = [" + "1, " * 200 + "2 3]", "^\nSyntaxError: invalid syntax"),
+        ("x = " + "9" * 5000 + "\nprint(len(str(x)))", "5000"),
         ("import argparse\np = argparse.ArgumentParser()\np.add_argument('--n', type=int, default=3)\np.parse_args().n", "3"),
         ("for name in ['real', 'imag']:\n    print(getattr(3, name))", "Output:\n3\n0"),
         ("import functools\n@functools.singledispatch\ndef f(x): return 0\n@f.register\ndef _(x: int): return 1\nf(1)", "1"),
@@ -669,7 +661,6 @@ def test_allowed_modules_can_be_widened_and_narrowed():
     sandbox.allowed_modules -= {"random"}
     assert sandbox._check_code_safety("import hashlib\nimport string")[0]
     assert not sandbox._check_code_safety("import random")[0]
-    assert not sandbox._check_code_safety("import statistics\nstatistics.random")[0]
     result = asyncio.run(sandbox.execute_code("import hashlib\nprint(hashlib.sha256(b'x').hexdigest()[:6])"))
     assert result == "Output:\n2d7116"
 
@@ -685,17 +676,19 @@ def test_policy_can_be_replaced_and_is_looked_up_when_called(monkeypatch):
 @pytest.mark.parametrize(
     "code, outcomes",
     [
-        ("x = 1\0", "error refused"),  # Python 3.12 made a SyntaxError of it
+        ("x = 1\0", "syntax_error"),
         ("x = '\ud800'", "refused"),
-        ("(" * 5000 + ")" * 5000, "error"),
-        ("x = " + "-" * 50_000 + "1", "refused"),
-        ("x = " + "1+" * 20_000 + "1", "refused"),
-        ("x = " + "a." * 20_000 + "b", "refused"),
-        ("x = " + "lambda:" * 8_000 + "1", "refused"),
-        ("x = " + "not " * 14_000 + "1", "refused"),
+        ("(" * 5000 + ")" * 5000, "syntax_error"),
+        *(
+            (f"x = {unit * (55_000 // len(unit))}1", DEEP)
+            for unit in ("-", "1+", "lambda:", "not ", "{[", "1 if x else ")
+        ),
+        ("x = " + "a." * 20_000 + "b", DEEP),
+        ("x = {}\nx['" + "'+'".join("a" * 1000) + "'] = 1", DEEP),
         ("x = " + "[" * 90 + "]" * 90, "ok"),
-        ("\n".join(" " * i + "if 1:" for i in range(101)) + "\n" + " " * 101 + "x", "error"),
-        ("x = " + "9" * 5000, "error"),
+        ("\n".join(" " * i + "if 1:" for i in range(101)) + "\n" + " " * 101 + "x", "syntax_error"),
+        ("x='" + "{" + "." * 50_000 + "'", "ok"),
+        ("x = [" + "1.5, " * 10_000 + "]", "ok"),
         ("x = 1\n" * 20_000, "refused"),
         ("x = 1\n" * 5_000 + "x", "ok"),
         ("π" * 40_000, "refused"),
@@ -703,54 +696,55 @@ def test_policy_can_be_replaced_and_is_looked_up_when_called(monkeypatch):
         ("from math import _" + "a" * 50_000, "refused"),
         ("x.__" + "a" * 50_000 + "__", "refused"),
         ("𝐓𝐫𝐮𝐞 = 1", "ok"),  # a name, as Python reads it
-        ("x = 1\nf'{x:\\N{NOSUCH}}'", "error refused"),  # one or the other, by the version of Python
+        ("x = 1\nf'{x:\\N{NOSUCH}}'", "syntax_error error"),
     ],
 )
-def test_what_the_parser_cannot_take_is_an_observation(code, outcomes):
-    result = run(code)
-    assert result.outcome in outcomes.split()
+def test_what_the_compiler_cannot_take_is_an_observation(code, outcomes):
+    result = run(code, timeout=10)
+    assert result.outcome in outcomes.split(), result
     assert ("null" in result) == ("\0" in code)
     assert len(result) <= tool_sandbox.TOOL_CONFIGS["max_output_chars"]
+    safe, message = PythonSandbox(10, "1GB")._check_code_safety(code)
+    assert safe == (not message) and safe == (result.outcome in ("ok", "syntax_error", "error")), message
 
 
-def test_review_takes_linear_time():
-    """Twice the source takes about twice as long, whatever its shape: no pass over all for each part."""
+def test_asking_whether_code_may_run_works_beside_a_loop_and_never_raises(monkeypatch):
+    sandbox = PythonSandbox(0.5, "1GB")
+
+    async def inside():
+        return sandbox._check_code_safety("import os"), sandbox._check_code_safety("1 / 0")
+
+    assert [safe for safe, _ in asyncio.run(inside())] == [False, True]
+    monkeypatch.setattr(pool, "WORKER_START", "raise SystemExit(1)")
+    tool_sandbox.shutdown()
+    safe, message = sandbox._check_code_safety("print(1)")
+    assert not safe and "failed to start" in message
+
+
+def test_compiling_and_checking_take_linear_time():
+    """Four times the source takes about four times as long, whatever its shape: no pass over all for each part."""
     shapes = {
-        "attributes": lambda n: "x = " + "a." * n + "b",
-        "assignments": lambda n: "import math\n" + "\n".join(f"a{i + 1} = a{i}.x" for i in range(n)),
+        "statements": lambda n: "x = 1\n" * n,
         "imports": lambda n: "import " + ", ".join(f"math as m{i}" for i in range(n)),
         "annotations": lambda n: "\n".join(f"a{i}: 'x.y' = 1" for i in range(n)),
         "calls": lambda n: "x = getattr(1, 'real')\n" * n,
+        "a long last statement": lambda n: "x = (\n" + "1,\n" * n + ")",
+        "a long text": lambda n: "x = '''\n" + "text ;\n" * n + "'''",
+        "semicolons": lambda n: "x = 1; " * n + "'",
+        "blocks": lambda n: "if x:\n    1\nelse:\n    2\n" * n,
+        "refused": lambda n: "open('x'); import os\n" * n,
+        "functions": lambda n: "def f():\n    return lambda: x._y\n" * n,
     }
 
     def seconds(code):
-        best = float("inf")
-        for _ in range(5):
-            started = time.perf_counter()
-            sandbox_policy.review(code, sandbox_policy.DEFAULT_MODULES)
-            best = min(best, time.perf_counter() - started)
-        return best
+        started = time.process_time()
+        with contextlib.suppress(SyntaxError):
+            refusal(code)
+        return time.process_time() - started
 
     for name, shape in shapes.items():
-        small, large = seconds(shape(200)), seconds(shape(800))
-        assert large < 12 * small + 0.005, name  # four times the size; sixteen times would be a square
-
-
-def test_long_sources_are_reviewed_like_short_ones_without_holding_the_loop():
-    padding = "# " + "x" * LONG_CODE_CHARS + "\n"
-
-    for code in ("import os", "print(6 * 7)", "x = 1\nx + 1", "1 +", "x = '\ud800'"):
-        short, long = run(code), run(padding + code)
-        assert (long.outcome, long.replace("line 2", "line 1")) == (
-            short.outcome,
-            short.replace("line 2", "line 1"),
-        ) or ("line" in short and long.outcome == short.outcome)
-    heavy = "x = [" + "1, " * 19_000 + "]\nprint(len(x))"
-    started = time.perf_counter()
-    sandbox_policy.review(heavy, sandbox_policy.DEFAULT_MODULES)
-    here = time.perf_counter() - started
-    lag, result = asyncio.run(lag_during(heavy))
-    assert result == "Output:\n19000" and lag < max(0.5 * here, 0.03)
+        small, large = (min(seconds(shape(size)) for _ in range(3)) for size in (500, 2000))
+        assert large < 10 * small + 0.1, name  # sixteen times would be a square
 
 
 # ---------------------------------------------------------------------------------------------------------------------

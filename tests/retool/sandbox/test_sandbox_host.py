@@ -16,9 +16,8 @@ from pathlib import Path
 import jail
 import pytest
 import tool_sandbox
-from retool.sandbox import pool, reviewer
+from retool.sandbox import pool
 from retool.sandbox.pool import POOL
-from retool.sandbox.reviewer import REVIEWER
 from retool.sandbox.semaphore import ProcessSemaphore
 from tool_sandbox import PythonSandbox, SandboxError, ToolRegistry
 
@@ -318,7 +317,7 @@ def test_cancelling_kills_the_child_at_once():
         task = asyncio.create_task(sandbox.execute_code(BUSY))
         await asyncio.sleep(0.3)
         resting = jail.resting_processes()
-        assert processes() == resting + 1
+        assert await asyncio.to_thread(settled, processes, resting + 1) == resting + 1
         started = time.monotonic()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -381,7 +380,6 @@ MISHAPS = {
     "memory": "x = []\nwhile True: x.append(bytearray(10**6))",
     "flood": "import sys\nwhile True: sys.stderr.write('x' * 10000)",
     "garbage": "import os\nfor i in range(99):\n    try: os.write(i, b'?\\0')\n    except OSError: pass\nos._exit(1)",
-    "status": "import os\nfor i in range(100):\n    try: os.write(i, b'Xlots')\n    except OSError: pass",
     "deep": "import json\njson.loads('[' * 10**6)",
 }
 
@@ -469,9 +467,7 @@ def test_a_worker_that_does_not_respond_is_replaced_and_the_call_sent_again(monk
 def test_a_worker_that_cannot_start_is_an_error_each_time_and_recovers(monkeypatch, tmp_path):
     sandbox = PythonSandbox(20, "1GB")
     with monkeypatch.context() as patch:
-        broken = tmp_path / "worker.py"
-        broken.write_text("raise SystemExit(1)")
-        patch.setattr(pool, "WORKER_FILE", broken)
+        patch.setattr(pool, "WORKER_START", "raise SystemExit(1)")
         for _ in range(2):
             with pytest.raises(SandboxError, match="failed to start"):
                 asyncio.run(sandbox.execute_code("print(1)"))
@@ -479,70 +475,6 @@ def test_a_worker_that_cannot_start_is_an_error_each_time_and_recovers(monkeypat
         with pytest.raises(SandboxError, match="no-python"):
             asyncio.run(sandbox.execute_code("print(1)"))
     assert asyncio.run(sandbox.execute_code("print(1)")) == "Output:\n1"
-
-
-FRAGILE_REVIEWER = """
-import os, signal, sys, time
-for line in sys.stdin.buffer:
-    if b"STOP" in line: sys.exit(3)
-    if b"CRASH" in line: os.kill(os.getpid(), signal.SIGSEGV)
-    if b"HALF" in line:
-        os.write(1, b'["",')
-        os._exit(4)
-    if b"WAIT" in line: time.sleep(1)
-    sys.stdout.write('["", "", [0, 0], [], false]\\n')
-    sys.stdout.flush()
-"""
-
-
-LONG = "# " + "x" * 2000 + "\nprint(1)"
-
-
-@pytest.fixture
-def fragile_reviewer(monkeypatch, tmp_path):
-    script = tmp_path / "reviewer.py"
-    script.write_text(FRAGILE_REVIEWER)
-    monkeypatch.setattr(reviewer, "REVIEWER_START", (str(script),))
-
-
-def test_a_source_that_crashes_the_reviewer_is_refused_and_other_failures_are_not_its_fault(fragile_reviewer):
-    sandbox = PythonSandbox(20, "1GB")
-    for _ in range(2):
-        assert asyncio.run(sandbox.execute_code(LONG)) == "Output:\n1"
-        assert asyncio.run(sandbox.execute_code(f"{LONG}\n# CRASH")).outcome == "refused"
-        for word, status in (("STOP", 3), ("HALF", 4)):
-            with pytest.raises(SandboxError, match=f"exit status {status}"):
-                asyncio.run(sandbox.execute_code(f"{LONG}\n# {word}"))
-
-
-def test_a_host_may_fork_while_a_source_is_reviewed(fragile_reviewer):
-    """A child of the host, as multiprocessing makes them, has its parent's locks but not the threads that hold them."""
-    sandbox = PythonSandbox(20, "1GB")
-    assert asyncio.run(sandbox.execute_code(LONG)) == "Output:\n1"
-
-    async def scenario():
-        call = asyncio.create_task(sandbox.execute_code(f"{LONG}\n# WAIT"))
-        await asyncio.sleep(0.3)  # its review waits for an answer now
-        process = os.fork()
-        if process == 0:
-            os._exit(REVIEWER.process_id is not None)
-        ended = await asyncio.to_thread(settled, lambda: os.waitpid(process, os.WNOHANG), (process, 0))
-        if ended == (0, 0):
-            os.kill(process, signal.SIGKILL)
-            os.waitpid(process, 0)
-        assert ended == (process, 0)
-        assert await call == "Output:\n1"
-
-    asyncio.run(scenario())
-
-
-def test_a_reviewer_that_died_between_two_sources_is_replaced_unnoticed():
-    sandbox = PythonSandbox(20, "1GB")
-    assert asyncio.run(sandbox.execute_code(LONG)) == "Output:\n1"
-    process = REVIEWER.process_id
-    os.kill(process, signal.SIGKILL)
-    assert settled(lambda: parents()[process][1], "Z") == "Z"
-    assert asyncio.run(sandbox.execute_code(LONG + "\n#")) == "Output:\n1"
 
 
 def test_everything_ends_with_a_killed_host():
@@ -561,7 +493,7 @@ def test_everything_ends_with_a_killed_host():
     host = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert host.stdout.readline() == "ready\n"
     started = descendants(host.pid)
-    assert len(started) >= 4
+    assert len(started) >= 3
     host.kill()
     host.communicate()
     left = settled(lambda: [p for p in started if parents().get(p, (0, "Z"))[1] != "Z"], [])
@@ -627,10 +559,7 @@ def test_calls_work_whatever_limits_the_host_was_started_under(host):
     assert done.stdout.split() == SIXTEEN_OUTPUTS, done.stderr
 
 
-@pytest.mark.parametrize(
-    "code", ["print(1)", "# " + "x" * reviewer.LONG_CODE_CHARS + "\nprint(1)"], ids=["short", "long"]
-)
-def test_an_interpreter_that_needs_a_variable_to_find_its_libraries_is_started_with_it(tmp_path, code):
+def test_an_interpreter_that_needs_a_variable_to_find_its_libraries_is_started_with_it(tmp_path):
     """A cluster's module system sets it. A script stands in for the interpreter; calls see nothing of the variable."""
     program = tmp_path / "python"
     program.write_text(f'#!/bin/sh\ntest -n "$LD_LIBRARY_PATH" && exec "{sys.executable}" "$@"\n')
@@ -641,7 +570,7 @@ def test_an_interpreter_that_needs_a_variable_to_find_its_libraries_is_started_w
         from tool_sandbox import PythonSandbox
         sys.executable, os.environ["LD_LIBRARY_PATH"] = {str(program)!r}, "/opt/libraries"
         sandbox = PythonSandbox(20, "1GB")
-        print(asyncio.run(sandbox.execute_code({code!r})))
+        print(asyncio.run(sandbox.execute_code('print(1)')))
         sandbox._check_code_safety = lambda code: (True, "")
         print(asyncio.run(sandbox.execute_code("import os\\nprint(sorted(os.environ))")))
         """
@@ -669,13 +598,9 @@ def test_a_call_is_told_of_its_time_and_its_end_in_a_host_that_ignores_and_block
 
 @pytest.mark.parametrize("when", ["the source is there", "the child waits"])
 def test_a_child_that_cannot_confine_itself_names_the_step_and_the_error(monkeypatch, tmp_path, when):
-    """No library limits calls like this one: the worker's own file is changed so that one step fails."""
-    source = pool.WORKER_FILE.read_text()
-    step = '["setpgid"] = partial(os.setpgid, 0, 0)'
-    assert source.count(step) == 1
-    broken = tmp_path / "broken_worker.py"
-    broken.write_text(source.replace(step, '["setpgid"] = partial(os.setpgid, 0, 1 << 22)'))
-    monkeypatch.setattr(pool, "WORKER_FILE", broken)
+    """No library limits calls like this one: the worker is changed so that one step fails."""
+    fails = "worker.os.setpgid = lambda *_: 1 / 0 if 0 else worker.os.kill(1 << 22, 0)"
+    monkeypatch.setattr(pool, "WORKER_START", pool.WORKER_START.replace("worker.main()", f"{fails}; worker.main()"))
     if when == "the child waits":
         take = pool.Worker.take
 
@@ -685,7 +610,7 @@ def test_a_child_that_cannot_confine_itself_names_the_step_and_the_error(monkeyp
             return connection
 
         monkeypatch.setattr(pool.Worker, "take", late)
-    with pytest.raises(SandboxError, match=r"could not start the call: setpgid: .*(not permitted|No such process)"):
+    with pytest.raises(SandboxError, match=r"could not start the call: setpgid: .*No such process"):
         asyncio.run(PythonSandbox(20, "1GB").execute_code("print(1)"))
 
 

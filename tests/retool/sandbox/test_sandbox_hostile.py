@@ -158,11 +158,20 @@ FORGERIES = [
     Hostile(
         "forged-end", "ok", "print('said', flush=True)\nos.write(own_descriptor(), b'D')\nwhile True: pass", "said"
     ),
-    Hostile("forged-exit-status", "crashed", "os.write(own_descriptor(), b'X0')\nwhile True: pass"),
-    Hostile("forged-signal", "memory crashed", "os.write(own_descriptor(), b'X-9')\nwhile True: pass"),
-    Hostile("forged-unknown-signal", "crashed", "os.write(own_descriptor(), b'X-99')\nwhile True: pass"),
-    Hostile(
-        "forged-exit-status-nonsense", "crashed", "os.write(own_descriptor(), b'X' + b'9' * 5000)\nwhile True: pass"
+    *(
+        endless(
+            f"forged-word-of-the-worker-{word}",
+            f"os.write(own_descriptor(), b'{word}')\nwhile True: pass",
+            contains=word[1:],
+        )
+        for word in ("X0", "X-9", "X72", "T0", "P")
+    ),
+    endless("forged-failure-to-confine", "os.write(own_descriptor(), b'Sseccomp')\nwhile True: pass"),
+    endless(
+        "forged-starvation",
+        "signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())\nfor word in (b'T0', b'X72', b'X-9'):"
+        " os.write(own_descriptor(), word)\ntime.sleep(1.5)\nos._exit(72)",
+        contains="slept",
     ),
     Hostile("forged-error", "error", "os.write(own_descriptor(), b'Eforged')\nwhile True: pass", "forged"),
     Hostile("forged-memory-error", "memory", "os.write(own_descriptor(), b'M')\nwhile True: pass"),
@@ -173,7 +182,7 @@ FORGERIES = [
     ),
     Hostile("forged-end-many-times", "ok", "for _ in range(1000): os.write(own_descriptor(), b'D')"),
     Hostile("forged-request", "ok", "os.write(own_descriptor(), b'F')\nprint('still')", "still"),
-    Hostile("forged-empty-record", "crashed", "_libc.send(own_descriptor(), b'', 0, 0)\nwhile True: pass"),
+    endless("forged-empty-record", "_libc.send(own_descriptor(), b'', 0, 0)\nwhile True: pass"),
     Hostile(
         "forged-output-that-is-no-text",
         "ok",
@@ -337,7 +346,12 @@ for number in range(1, 65):
 while True: pass
 """,
     ),
-    endless("blocked-signals", "signal.pthread_sigmask(signal.SIG_BLOCK, range(1, 65))\nwhile True: pass"),
+    endless("blocked-signals", "signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())\nwhile True: pass"),
+    endless(
+        "timers-off",
+        "signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())\nfor timer in (1, 2): signal.setitimer(timer, 0)\nwhile True: pass",
+        contains="used 1 s of processor time",
+    ),
     endless(
         "signal-handler-that-hangs",
         "def hang(*_):\n    while True: pass\nsignal.signal(signal.SIGUSR1, hang)\nwhile True: pass",

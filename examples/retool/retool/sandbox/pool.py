@@ -1,7 +1,7 @@
 """The process's workers: started when first needed, shared by all loops and threads, replaced when in doubt.
 
 A worker (``worker.py``) is confined once and forks a child for each call. The host pre-forks some, so that a call does
-not wait for its fork, and keeps their sockets; a call is one socket, and closing it is what kills its child.
+not wait for its fork, and keeps their sockets: a call, which the child has, and a leash, which the worker has.
 
 Invariant. A worker has its place in the table and its calls are counted under one lock, so that none is retired while a
 call is on its way to it.
@@ -19,6 +19,7 @@ import importlib.util
 import logging
 import marshal
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -28,66 +29,81 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from retool.sandbox import names, policy, wire
-from retool.sandbox.processes import start_python
+from retool.sandbox import wire
+from retool.sandbox.policy_tables import COME_WITH, COMMON_MODULES, DEFAULT_MODULES, LATE_IMPORTS
 from retool.sandbox.results import SandboxError
 
 logger = logging.getLogger(__name__)
 
-WORKER_FILE = Path(policy.__file__).with_name("worker.py")
-NOTEBOOK_FILE = WORKER_FILE.with_name("notebook.py")
-# Imported and not run as scripts: modules are kept compiled, and each fork copies what a compiler leaves in memory.
+PACKAGE_FOLDER = os.fspath(Path(__file__).parents[2])
+# Imported and not run as a script: modules are kept compiled, and each fork copies what a compiler leaves in memory.
 WORKER_START = (
-    "import sys; sys.path[:0] = sys.argv[1:3]; worker, notebook = map(__import__, sys.argv[3:5]); del sys.path[:2];"
-    " worker.main(notebook)"
+    "import sys; sys.path.insert(0, sys.argv[1]); from retool.sandbox import worker; del sys.path[0]; worker.main()"
 )
+ENVIRONMENT = {
+    "LC_ALL": "C.UTF-8",
+    "LD_BIND_NOW": "1",  # else each child looks up anew what C functions it calls
+    # A pool of threads reserves address space per core, and a call may not start threads.
+    **{f"{library}_NUM_THREADS": "1" for library in ("OPENBLAS", "OMP", "MKL", "NUMEXPR", "VECLIB_MAXIMUM")},
+}
 MAX_START_SECONDS = 60.0
-MAX_WORKERS = 5  # of one sandbox there are three (`worker_key`); over this the longest unused one goes
+MAX_WORKERS = 5  # of one sandbox there are two (`worker_keys`); over this the longest unused one goes
 PREFORKED_CHILDREN = 16
 FORKS_PER_REQUEST = 8  # in a row, since the worker has some ninety pages copied on its way to the next request
-# What most calls import. With all of the default set loaded a call is slower by a fifteenth, so calls that need more
-# than this have another worker.
-COMMON_MODULES = frozenset(
-    "__future__ abc bisect cmath collections contextlib copy decimal enum fractions functools heapq itertools math"
-    " numbers operator random re statistics string time".split()
-)
-ALL_MODULES = names.DEFAULT_MODULES | {policy.DATE_PARSER, "shutil"}  # two that `time` and `argparse` import late
 FIRST_PRIVATE_USER = 1_900_000_000  # above the ranges that distributions and container engines hand out
+
+
+class Call(NamedTuple):
+    """The host's ends of a call that is not yet running."""
+
+    socket: socket.socket  # to the child
+    leash: socket.socket  # to the worker
+
+    def close(self) -> None:
+        """The worker sees this and kills the child. The shutdown works where a forked process still holds a socket."""
+        for end in self:
+            with contextlib.suppress(OSError):  # its other end is closed already
+                end.shutdown(socket.SHUT_RDWR)
+            end.close()
 
 
 class WorkerKey(NamedTuple):
     """What a call needs of its worker. Calls with the same needs share one."""
 
+    allowed: tuple[str, ...]  # modules that its programs may import
     modules: tuple[str, ...]  # of the standard library, to be loaded
     libraries: tuple[str, ...]  # others
     memory_bytes: int
     layers_off: tuple[str, ...] = ()  # names as in wire.LAYERS; for tests
 
 
-def worker_key(
-    imports: tuple[str, ...], allowed: frozenset[str], memory_bytes: int, layers_off: tuple[str, ...] = ()
-) -> WorkerKey:
-    """The worker for a source that imports `imports`, of the three that a sandbox has.
+@functools.lru_cache(maxsize=64)
+def worker_keys(allowed: frozenset[str], memory_bytes: int, layers_off: tuple[str, ...] = ()) -> tuple[WorkerKey, ...]:
+    """The workers of a sandbox, each with more loaded than the one before, which its calls pay for: the common modules,
+    all allowed ones of the standard library, and all allowed libraries, if there are any."""
+    allowed |= {part for library, part in COME_WITH.items() if library in allowed}
+    packages = {name.split(".")[0] for name in allowed}
+    standard = {name for name in allowed if name.split(".")[0] in sys.stdlib_module_names} | DEFAULT_MODULES
+    common, every = tuple(sorted(COMMON_MODULES)), tuple(sorted(standard | {*LATE_IMPORTS.values()}))
+    libraries = tuple(sorted(packages - sys.stdlib_module_names))
+    needs = [(common, ()), (every, ()), *([(every, libraries)] if libraries else [])]
+    return tuple(WorkerKey(tuple(sorted(allowed)), *loaded, memory_bytes, layers_off) for loaded in needs)
 
-    One has loaded COMMON_MODULES, one all allowed modules of the standard library, and one, for calls that import any
-    of the others, all allowed libraries: so no mix of imports starts more workers than these.
-    """
-    keys = worker_keys(allowed, memory_bytes, layers_off)
-    libraries = keys[-1].libraries
-    if libraries and any(policy.is_allowed(name, frozenset(libraries)) for name in imports):
-        return keys[-1]
-    plain = {name.split(".")[0] for name in imports} <= COMMON_MODULES | (names.STAND_INS.keys() - allowed)
-    return keys[0 if plain else 1]
+
+def worker_key(keys: tuple[WorkerKey, ...], code: str) -> WorkerKey:
+    """The last of `worker_keys` of which a module that the ones before lack is named in this source: one look, in linear
+    time. That a name may be a part of another word only costs that call a larger worker."""
+    if "import" not in code and code.isascii():  # Python reads look-alike letters
+        return keys[0]
+    if len(keys) > 2 and _any_of(keys[2].libraries).search(code):
+        return keys[2]
+    return keys[1] if _any_of(keys[1].modules).search(code) or not code.isascii() else keys[0]
 
 
 @functools.lru_cache(maxsize=64)
-def worker_keys(allowed: frozenset[str], memory_bytes: int, layers_off: tuple[str, ...] = ()) -> tuple[WorkerKey, ...]:
-    """The workers of a sandbox, in the order of what they have loaded: two without libraries, one with, if any is allowed."""
-    standard = {name for name in allowed if name.split(".")[0] in sys.stdlib_module_names}
-    libraries = tuple(sorted({name.split(".")[0] for name in allowed - standard}))
-    common, every = tuple(sorted(COMMON_MODULES)), tuple(sorted(standard | ALL_MODULES))
-    needs = [(common, ()), (every, ()), *([(every, libraries)] if libraries else [])]
-    return tuple(WorkerKey(modules, loaded, memory_bytes, layers_off) for modules, loaded in needs)
+def _any_of(modules: tuple[str, ...]) -> re.Pattern[str]:
+    names = {module.split(".")[0] for module in modules} - COMMON_MODULES | LATE_IMPORTS.keys()
+    return re.compile("|".join(map(re.escape, sorted(names))))
 
 
 class Worker:
@@ -96,45 +112,42 @@ class Worker:
 
     Attributes:
         missing: layers that do not hold on this machine, and why.
-        preforked: the host's ends of calls whose children wait for their source.
+        preforked: calls whose children wait for their source.
     """
 
     def __init__(self, process: subprocess.Popen[bytes], control: socket.socket):
         self.process, self.control = process, control
         self.missing: dict[str, str] = {}
-        self.preforked: deque[socket.socket] = deque()
+        self.preforked: deque[Call] = deque()
 
-    def fork(self, count: int) -> list[socket.socket]:
-        """The host's ends of so many calls, or of fewer where descriptors run out.
+    def fork(self, count: int) -> list[Call]:
+        """So many calls, or fewer where descriptors run out.
 
         Raises:
             OSError: there is none.
         """
-        ours: list[socket.socket] = []
+        calls: list[Call] = []
         theirs: list[socket.socket] = []
         try:
             for _ in range(count):
                 try:
-                    pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                    calls.append(_pairs(theirs))
                 except OSError:
-                    if not ours:
+                    if not calls:
                         raise
                     break
-                ours.append(pair[0])
-                theirs.append(pair[1])
-                pair[0].setblocking(False)
             socket.send_fds(self.control, [wire.FORK], [end.fileno() for end in theirs])
         except BaseException:
-            for end in ours:
-                end.close()
+            for call in calls:
+                call.close()
             raise
         finally:
             for end in theirs:
                 end.close()
-        return ours
+        return calls
 
-    def take(self) -> socket.socket:
-        """A call's socket.
+    def take(self) -> Call:
+        """A call whose child waits, or will.
 
         Raises:
             OSError: the worker is dead, or (EAGAIN and the like) has too much to do.
@@ -172,21 +185,43 @@ class Worker:
         self.process.wait()
 
 
+def _pairs(theirs: list[socket.socket]) -> Call:
+    """A new call; the other ends of its sockets are added to `theirs`. OSError: descriptors have run out."""
+    call, child = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        leash, worker = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    except OSError:
+        call.close()
+        child.close()
+        raise
+    theirs += [child, worker]
+    call.setblocking(False)
+    leash.setblocking(False)
+    return Call(call, leash)
+
+
 def start_worker(key: WorkerKey) -> Worker:
     """A new worker. Blocks for some tens of milliseconds, longer with libraries.
+
+    It sees nothing of the host: no environment, no site, no descriptor but its own, no terminal. It is told where the
+    host's own interpreter finds its shared libraries, if a variable says so: a cluster's module system, or a Python
+    that lies where it was not built for, does not start without.
 
     Raises:
         SandboxError: it did not come up, or lacks a layer where RETOOL_SANDBOX_STRICT=1 asks for all.
     """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    command = [sys.executable, "-I", "-S", "-c", WORKER_START, PACKAGE_FOLDER, str(theirs.fileno())]
+    environment = ENVIRONMENT | {name: value for name, value in os.environ.items() if name == "LD_LIBRARY_PATH"}
+    nothing = subprocess.DEVNULL
     try:
-        descriptor = theirs.fileno()
-        folders = [os.fspath(file.parent) for file in (WORKER_FILE, NOTEBOOK_FILE)]
-        stems = [file.stem for file in (WORKER_FILE, NOTEBOOK_FILE)]
-        process = start_python("-c", WORKER_START, *folders, *stems, str(descriptor), pass_fds=[descriptor])
-    except SandboxError:
+        process = subprocess.Popen(
+            command, cwd="/", env=environment, start_new_session=True, stdin=nothing, stdout=nothing, stderr=nothing,
+            pass_fds=[theirs.fileno()],
+        )  # fmt: skip
+    except OSError as error:
         ours.close()
-        raise
+        raise SandboxError(f"cannot start {' '.join(command[:3])}: {error}") from error
     finally:
         theirs.close()
     worker = Worker(process, ours)
@@ -198,11 +233,7 @@ def start_worker(key: WorkerKey) -> Worker:
             "memory_bytes": key.memory_bytes,
             "user_id": FIRST_PRIVATE_USER + os.getpid(),
             "layers_off": key.layers_off,
-            "forbidden_attributes": sorted(names.FORBIDDEN_ATTRIBUTES),
-            "special_attributes": sorted(names.READABLE_DUNDERS | names.SPECIAL_METHODS),
-            "own_names": sorted(names.OWN_NAMES),
-            "stand_ins": {module: sorted(public) for module, public in names.STAND_INS.items()},
-            "max_recursion": names.MAX_RECURSION,
+            "allowed": frozenset(key.allowed),
         }
         ours.settimeout(MAX_START_SECONDS)
         ours.send(marshal.dumps(settings))
@@ -383,8 +414,8 @@ class Pool:
         for place in getattr(self, "_places", {}).values():
             if worker := place.worker():
                 worker.process.returncode = 0  # not ours to wait for
-                for connection in (worker.control, *worker.preforked):
-                    connection.close()
+                for end in (worker.control, *(end for call in worker.preforked for end in call)):
+                    end.close()
         self._lock = threading.Lock()
         self._places: OrderedDict[WorkerKey, _Place] = OrderedDict()
 

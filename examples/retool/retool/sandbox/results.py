@@ -13,7 +13,7 @@ import signal
 import sys
 
 from retool.chat import shorten
-from retool.observations import Parts, fit, memory_hint, timed_out, word
+from retool.observations import Parts, fit, memory_hint, slept, timed_out, word
 from retool.sandbox import wire
 
 MAX_OUTPUT_BYTES = 16 * 1024**2  # after this the call is ended
@@ -21,6 +21,7 @@ MAX_OUTPUT_BYTES = 16 * 1024**2  # after this the call is ended
 # printed: a call that prints all of the above within its time sends fewer than a thousand.
 MAX_RECORDS = 4096
 # Of calls whose processor time was up: by themselves, or killed by the kernel where Python could not act on it.
+_STACK_SIGNALS = (-signal.SIGSEGV, -signal.SIGBUS, -signal.SIGABRT)
 TIME_UP_STATUSES = (wire.CPU_TIME_UP, -signal.SIGVTALRM)
 
 
@@ -37,15 +38,20 @@ class ToolOutput(str):
     """An observation.
 
     Attributes:
-        outcome: what it reports: "ok", "error" (an exception in the code), "timeout", "memory", "too_long" (ended for
-            printing without end), "crashed" (the interpreter died), "refused" (by the source policy), "invalid" (no
-            usable arguments), "not_found" (no such tool).
+        outcome: what it reports: "ok", "error" (an exception in the code), "syntax_error" (Python cannot compile it),
+            "empty" (no statement, comments alone), "timeout", "memory", "too_long" (ended for printing without end),
+            "crashed" (the interpreter died), "refused" (by the source policy), "invalid" (no usable arguments),
+            "not_found" (no such tool).
         parts: what it is made of, from which `observations.word` makes it in another dialect; None where it is one
             text in all dialects.
+        queued: seconds that the call waited for its place under the limit on concurrent calls.
+        ran_seconds: seconds from then until its end.
     """
 
     outcome: str
     parts: Parts | None
+    queued: float = 0.0
+    ran_seconds: float = 0.0
 
     def __new__(cls, text: str, outcome: str = "ok", parts: Parts | None = None) -> ToolOutput:
         output = super().__new__(cls, text)
@@ -109,28 +115,26 @@ class Capture:
         return shorten(cleaned(f"{head}{tail}").removesuffix("\n"), most, also_dropped=dropped)
 
 
+_LAST = {wire.DONE, wire.EMPTY, wire.RAISED, wire.NO_MEMORY, wire.REFUSED, wire.UNREADABLE}
+
+
 class Reply:
     """What has come of a call so far.
 
     Attributes:
         final: letter and text of the child's last record.
-        exit_status: from the worker; negative: the signal.
+        exit_status: from the worker, if the child ended without such a record; negative: the signal.
         ended: "timeout" or "too_long", where the host ended the call.
-        cpu_seconds: processor time that the call had used when the wall clock's limit was up, as the worker said.
-        not_confined: what a child said that could not confine itself; believed only if the source stayed unread.
+        cpu_seconds: processor time that the call had used when its time was up.
     """
 
     def __init__(self, keep: int):
         self.output, self.errors = Capture(keep), Capture(keep)
         self.final: tuple[bytes, str] | None = None
-        self.exit_status: int | None = None
+        self.exit_status = 0
         self.ended = ""
-        self.cpu_seconds: float | None = None
-        self.not_confined = ""
+        self.cpu_seconds = 0.0
         self.records = 0
-
-    def is_complete(self) -> bool:
-        return bool(self.ended or self.final or self.exit_status is not None)
 
     def add(self, record: bytes) -> bool:
         """Take in a record; True where nothing more is of interest."""
@@ -138,15 +142,8 @@ class Reply:
         self.records += 1
         if letter == wire.OUTPUT:
             self.output.add(data)
-        elif letter in (wire.DONE, wire.RAISED, wire.NO_MEMORY):
+        elif letter in _LAST:
             self.final = letter, data.decode("utf-8", "replace")
-            return True
-        elif letter == wire.NOT_CONFINED:
-            self.not_confined = data.decode("utf-8", "replace")
-        elif letter == wire.USED:
-            self.cpu_seconds = int(data) / 1000 if re.fullmatch(rb"\d{1,9}", data) else 0.0
-        elif letter == wire.STATUS:
-            self.exit_status = int(data) if re.fullmatch(rb"-?\d{1,3}", data) else 0
             return True
         else:
             self.errors.add(data)
@@ -160,12 +157,13 @@ def observation(reply: Reply, timeout: float, memory_bytes: int, most: int) -> T
     """What the model is told of a call that has ended.
 
     Args:
-        reply: complete, or of a call that closed its connection.
+        reply: of a call that has ended.
         timeout: the call's limit, in seconds.
         memory_bytes: the call's limit.
         most: characters of the observation.
     """
     outcome, exception, notice = _ending(reply, timeout, memory_bytes)
+    notice = shorten(cleaned(notice), most // 2)
     errors = reply.errors.text(most // 4) if reply.errors.size else None
     parts = fit(
         Parts(None, errors, cleaned(exception), notice), most, reply.output.text if reply.output.size else None
@@ -175,22 +173,32 @@ def observation(reply: Reply, timeout: float, memory_bytes: int, most: int) -> T
 
 def _ending(reply: Reply, timeout: float, memory_bytes: int) -> tuple[str, str, str]:
     """(outcome, exception, notice) of `Parts`."""
-    if reply.ended == "timeout" or reply.exit_status in TIME_UP_STATUSES:
-        return "timeout", "", timed_out(timeout)
     if reply.ended == "too_long":
         return "too_long", "", f"ended after printing more than {MAX_OUTPUT_BYTES} bytes. Print only what is needed."
     if reply.final:
         letter, text = reply.final
-        if letter == wire.RAISED:
-            return "error", text, ""
-        return ("memory", text, memory_hint(memory_bytes)) if letter == wire.NO_MEMORY else ("ok", "", "")
+        if letter == wire.NO_MEMORY:
+            return "memory", text, memory_hint(memory_bytes)
+        if letter == wire.REFUSED:
+            return "refused", "", f"not allowed: {text}"
+        outcomes = {wire.RAISED: "error", wire.UNREADABLE: "syntax_error", wire.EMPTY: "empty", wire.DONE: "ok"}
+        return outcomes[letter], text, ""
+    if reply.exit_status in TIME_UP_STATUSES or (reply.ended == "timeout" and reply.cpu_seconds > timeout / 2):
+        return "timeout", "", timed_out(timeout)
+    if reply.ended == "timeout":
+        return "timeout", "", slept(timeout)
     if reply.exit_status == -signal.SIGKILL:
         return "memory", "", f"MemoryError: the call was killed, out of memory. {memory_hint(memory_bytes)}"
-    if reply.exit_status is not None and reply.exit_status < 0:
+    if reply.exit_status in _STACK_SIGNALS:
+        name = _signal_name(-reply.exit_status)
+        return (
+            "crashed",
+            "",
+            f"the interpreter crashed ({name}), as it does in a recursion that is too deep. Use a loop.",
+        )
+    if reply.exit_status < 0:
         return "crashed", "", f"the interpreter crashed ({_signal_name(-reply.exit_status)})."
-    if reply.exit_status is not None:
-        return "crashed", "", f"the interpreter ended by itself (exit status {reply.exit_status})."
-    return "crashed", "", "the call closed its connection."
+    return "crashed", "", f"the interpreter ended by itself (exit status {reply.exit_status})."
 
 
 def _signal_name(number: int) -> str:

@@ -1,11 +1,12 @@
-"""What the host and the worker's own file both have to know of the wire between them.
+"""What the host and the jail say to each other. Standard library alone: both sides import it.
 
-The worker imports nothing of the project, so it has these names a second time, under the same names; a test holds the
-two equal.
+    host -- control: FORK + descriptors ------> worker   for each child its ends of a call and of a leash
+    host -- call: a line of numbers, source --> child    as `request` writes it
+    host <- call: a letter, then bytes -------- child
+    host -- leash: LOOK, TIME_UP, or closed --> worker
+    host <- leash: STATUS, LOOK --------------- worker
 
-    host -- call: a line of numbers, source -----> child      as `request` writes them
-    host -- control: FORK + descriptors ---------> worker
-    host <- call: a letter, then bytes ----------- child, worker
+A child has its call and nothing else: what comes over the leash, no program can have written.
 """
 
 from __future__ import annotations
@@ -13,39 +14,49 @@ from __future__ import annotations
 MAX_RECORD_BYTES = 32768  # the largest record of a child; the host reads one record per system call
 MAX_REQUEST_BYTES = 1 << 16  # the largest record that the host sends
 MAX_FORKS = 64  # that the host may ask for at once; more would be closed unread, and their calls sent again
+MAX_CODE_BYTES = 60_000
 
-FORK = b"F"  # host to worker: a child for each descriptor that comes with it
+FORK = b"F"  # a child for each pair of descriptors that comes with it
 
 # The layers of the jail, as `worker.LAYERS` names them.
 LAYERS = ("namespaces", "user", "capabilities", "no_new_privs", "limits", "landlock", "seccomp")
 
-# Letters that records of a call start with.
-OUTPUT, ERRORS = b"o", b"e"  # as they come
-DONE = b"D"  # the code ended well
+# Letters that records of a call start with. OUTPUT and ERRORS come as they are written, of the others one is the last.
+OUTPUT, ERRORS = b"o", b"e"
+DONE = b"D"  # the program ended well
+EMPTY = b"N"  # there was no statement in it
 RAISED = b"E"  # it ended with an exception, which the text describes
 NO_MEMORY = b"M"  # the same, where the exception was a MemoryError
-STATUS = b"X"  # the child's exit status, from the worker
-USED = (
-    b"T"  # milliseconds of processor time that the child has used, from the worker, when the wall clock's limit is up
-)
-NOT_CONFINED = b"S"  # the step and the error that kept the child from confining itself; its source stays unread
+REFUSED = b"R"  # by the policy, for the reasons in the text
+UNREADABLE = b"Y"  # Python could not compile it, for the reason in the text
+NOT_CONFINED = b"S"  # the step and the error that kept the child from confining itself; its request stays unread
 
-# Exit statuses of a child that was told to end: its processor time is up; the wall clock's limit is up, and it had not
-# once waited for anything but the processor.
-CPU_TIME_UP, STARVED = 71, 72
+# On the leash.
+STATUS = b"X"  # the exit status of the child, which was reaped
+LOOK = b"P"  # asks for a descriptor of the child's process, and brings it
+TIME_UP = b"T"  # tells the child to flush what it has printed, and to end
 
-# What a call needs, as bits of a number in its request: random states of its own; what the source policy counts on to
-# be looked at while the code runs.
-DRAWS, GUARDED = 1, 2
+CPU_TIME_UP = 71  # exit status of a child that has used up its processor time
+
+# What becomes of a program.
+RUN, CHECK_AND_RUN, CHECK = range(3)
 
 
-def request(shown: tuple[int, int], needs: int, cpu_seconds: float, code: str) -> bytes:
+def request(mode: int, cpu_seconds: float, code: str) -> bytes:
     """The one record that the host sends to a call.
 
     Args:
-        shown: first and last byte of a last expression whose value is to be shown; (0, 0): there is none.
-        needs: DRAWS where the code may draw random numbers, GUARDED where its review says so.
+        mode: RUN without the policy, CHECK_AND_RUN, or CHECK alone, strictly.
         cpu_seconds: of processor time, after which the call ends.
         code: the source.
+
+    Raises:
+        ValueError: the text says why the source is not one that Python could run.
     """
-    return b"%d %d %d %d\n%b" % (*shown, needs, round(cpu_seconds * 1000), code.encode())
+    try:
+        source = code.encode() if len(code) <= MAX_CODE_BYTES else b""
+    except UnicodeEncodeError:
+        raise ValueError("the code holds characters that are not valid Unicode. Write them as escapes.") from None
+    if not len(source) <= MAX_CODE_BYTES >= len(code):
+        raise ValueError(f"the code is longer than {MAX_CODE_BYTES} bytes. Use a shorter program.")
+    return b"%d %d\n%b" % (mode, round(cpu_seconds * 1000), source)

@@ -1,23 +1,23 @@
 """The jail: a worker that confines itself once, then forks one child for each call.
 
-This file and ``notebook.py``, which is handed to ``main`` and runs a call in its child, are all of the sandbox that
-runs inside it. Both use the standard library alone and import nothing of the project. The host (``pool.py``) calls
-``main`` in a new ``python -I -S`` with next to no environment; the last argument is the descriptor of the worker's end
-of the control socket.
+This module and ``child.py``, which runs a call in its child, are what runs inside the jail, with the policy and the words
+of the wire (``wire.py``); all use the standard library alone. The host (``pool.py``) calls ``main`` in a new ``python -I
+-S`` with next to no environment; the last argument is the descriptor of the worker's end of the control socket.
 
     host -- control (SEQPACKET) --------------> worker   its settings, marshalled; answered by the text of a dict
-         -- control: FORK + descriptors ------> worker   fork a child for each, which owns this descriptor
-         -- call (SEQPACKET, the descriptor) -> child    one record: four numbers and the source
+         -- control: FORK + descriptors ------> worker   for each child its ends of a call and of a leash
+         -- call (SEQPACKET) -----------------> child    one record: two numbers and the source
          <- call ------------------------------ child    records: a letter, then bytes
-         <- call ------------------------------ worker   STATUS + exit status, after the child was reaped
-    host shuts its sending side of the call --> worker   the wall clock's limit is up: the child is told to flush and end
-         <- call ------------------------------ worker   USED + the child's processor time so far, in milliseconds
-    host closes the call ---------------------> worker   the child's process group is killed
+         -- leash (SEQPACKET): LOOK ----------> worker   answered by LOOK with a descriptor of the child's process
+         -- leash: TIME_UP -------------------> worker   the child is told to flush and to end
+         <- leash ----------------------------- worker   STATUS + exit status, after the child was reaped
+    host closes the leash --------------------> worker   the child's process group is killed
     host closes control, or dies -------------> worker   everything is killed, the worker ends
 
 Invariants. A child is confined before it reads a byte of its request, so whatever runs there runs under every layer.
 The source goes from the host to that child alone: the worker's memory, which later children inherit, never holds it. A
-child holds one descriptor, its own call. The worker has one thread and runs nothing that came from a call.
+child holds one descriptor, its own call, and never a leash, so whatever comes over a leash is the worker's word. The
+worker has one thread and runs nothing that came from a call.
 
 The layers of the jail, where each holds and what it needs, are the table `LAYERS`, which `confine` walks.
 
@@ -35,7 +35,6 @@ import select
 import signal
 import struct
 import sys
-import time
 import traceback
 import types
 from collections import namedtuple
@@ -43,12 +42,9 @@ from collections.abc import Callable
 from functools import partial
 from os import closerange
 
-import _socket as socket  # its C half alone: see "Speed"
-
-# What the host has under the same names in ``wire.py``.
-MAX_REQUEST_BYTES = 1 << 16
-MAX_FORKS = 64
-FORK, STATUS, USED, NOT_CONFINED = b"F", b"X", b"T", b"S"
+import _socket as socket  # its C half alone: less to copy for each child
+from retool.sandbox import child
+from retool.sandbox.wire import LOOK, MAX_FORKS, MAX_REQUEST_BYTES, NOT_CONFINED, STATUS, TIME_UP
 
 SETUP_FAILED = 70  # exit status of a child that could not confine itself; its source stays unread
 CHILD_NICE = 5  # at least; with 19, children pile up half done while others start: a tenth fewer calls a second
@@ -66,12 +62,7 @@ Settings = namedtuple(
         "memory_bytes",  # what one call may add to the worker's own address space
         "user_id",  # for a host that is root
         "layers_off",  # to leave out; for tests
-        # What `notebook.Guards` needs.
-        "forbidden_attributes",
-        "special_attributes",
-        "own_names",
-        "stand_ins",
-        "max_recursion",
+        "allowed",  # modules that the policy lets a program import
     ),
 )
 
@@ -90,7 +81,6 @@ _libc.prctl.argtypes = [ctypes.c_int] + [ctypes.c_ulong] * 4
 
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_CAPBSET_DROP, PR_SET_SECUREBITS = 1, 4, 22, 24, 28
 PR_SET_NO_NEW_PRIVS = 38
-CPUCLOCK_SCHED = 2  # low bits of the number of another process's clock, its identifier's complement before them
 SECUREBITS_LOCKED = 0xEF  # root is no special user, a change of user grants nothing, and neither can be undone
 SFD_NONBLOCK, SFD_CLOEXEC = os.O_NONBLOCK, os.O_CLOEXEC
 SYS_LANDLOCK_CREATE, SYS_LANDLOCK_ADD, SYS_LANDLOCK_RESTRICT = 444, 445, 446
@@ -131,6 +121,7 @@ WORKER_CALLS = {
     "prctl": (157, 167), "setpgid": (109, 154), "setpriority": (141, 140), "prlimit64": (302, 261),
     "recvmsg": (47, 212), "shutdown": (48, 210), "close_range": (436, 436), "epoll_ctl": (233, 21),
     "epoll_wait": (232, None), "epoll_pwait": (281, 22), "landlock_restrict_self": (446, 446),
+    "sendmsg": (46, 211), "pidfd_open": (434, 434),
 }  # fmt: skip
 # For late imports; Landlock says of what. No fcntl and no ioctl: with them a call can have the kernel send signals to
 # any process of its user, which Landlock stops from ABI 6 only.
@@ -261,8 +252,8 @@ class Confinement:
     epoll: select.epoll
     ended: int
 
-    def __init__(self, control: socket.socket, settings: Settings, notebook: types.ModuleType):
-        self.control, self.settings, self.notebook = control, settings, notebook
+    def __init__(self, control: socket.socket, settings: Settings):
+        self.control, self.settings = control, settings
         self.missing = {name: "switched off" for name in settings.layers_off}
         self.readable: list[str] = []
         self.ruleset: int | None = None
@@ -318,7 +309,7 @@ def hide_files(confinement: Confinement) -> None:
 
 
 def preload(confinement: Confinement) -> None:
-    confinement.notebook.preload(confinement.settings)
+    child.preload(confinement.settings)
 
 
 def listen(confinement: Confinement) -> None:
@@ -328,9 +319,9 @@ def listen(confinement: Confinement) -> None:
     host ignores or blocks is inherited: children of a host that ignores SIGCHLD would leave no exit status, and those
     of one that blocks SIGALRM or SIGUSR1 would never flush.
     """
-    signal.signal(signal.SIGALRM, confinement.notebook.flush)
-    signal.signal(signal.SIGUSR1, confinement.notebook.wall_time_is_up)
-    signal.signal(signal.SIGPROF, confinement.notebook.cpu_time_is_up)
+    signal.signal(signal.SIGALRM, child.flush)
+    signal.signal(signal.SIGUSR1, child.wall_time_is_up)
+    signal.signal(signal.SIGPROF, child.cpu_time_is_up)
     signal.signal(signal.SIGVTALRM, signal.SIG_DFL)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, {signal.SIGCHLD})
@@ -489,19 +480,15 @@ def take_steps(steps: dict[str, Callable[[], object]], call: int) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Speed: what only makes a fork, and what is written after it, cheaper; nothing else depends on it. The measure is the
-# page faults of a call that runs a program of two lines, the worker's own included: 274, and without one of these
-#     fill_pools                                   298
-#     notebook.rehearse                            288
-#     notebook.import_random                       285
-#     the C half of `socket` alone                 276, and 45 more pages to map for each child
+# The worker
+
 
 POOL_BYTES, POOL_HEADER_BYTES = 1 << 14, 48  # of CPython's allocator, which has pools for each size of small objects
 
 
 def fill_pools() -> list:
     """Objects that fill up the half-used pools. What a child makes is then side by side in new ones, and not all over
-    memory: a tenth fewer pages to copy."""
+    memory: a twentieth of a call's time is saved on pages to copy."""
     filling = []
     for size in range(16, 513, 16):
         make = object if size == 16 else partial(complex, 1, 1) if size == 32 else partial(bytes, size - 33)
@@ -522,19 +509,15 @@ def leave_little_to_copy() -> list:
     return filling
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The worker
-
-
-def receive_calls(control: socket.socket) -> tuple[bytes, list[socket.socket]]:
-    """A request, empty at the end, and the calls that it is for."""
-    request, ancillary, _, _ = control.recvmsg(16, socket.CMSG_SPACE(MAX_FORKS * struct.calcsize("i")))
-    calls = []
+def receive_calls(control: socket.socket) -> tuple[bytes, list[tuple[socket.socket, socket.socket]]]:
+    """A request, empty at the end, and the calls that it is for, each with its leash."""
+    request, ancillary, _, _ = control.recvmsg(16, socket.CMSG_SPACE(2 * MAX_FORKS * struct.calcsize("i")))
+    ends = []
     for level, kind, data in ancillary:
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
             numbers = struct.unpack(f"{len(data) // struct.calcsize('i')}i", data)
-            calls += [socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET, 0, number) for number in numbers]
-    return request, calls
+            ends += [socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET, 0, number) for number in numbers]
+    return request, list(zip(ends[::2], ends[1::2], strict=True))
 
 
 class Worker:
@@ -545,9 +528,8 @@ class Worker:
         self.epoll, self.ended = confinement.epoll, confinement.ended
         # Where calls run: dataclasses and typing look names up there.
         main_module = sys.modules["__main__"] = types.ModuleType("__main__")
-        random_states, guards = confinement.notebook.random_states(), confinement.notebook.Guards(confinement.settings)
-        self.run_call = partial(confinement.notebook.run_call, vars(main_module), random_states, guards)
-        # By descriptor: the worker's copy of it, the child's process id.
+        self.run_call = partial(child.run_call, vars(main_module), confinement.settings, child.stand_ins())
+        # By descriptor: the worker's end of a leash, the child's process id.
         self.calls: dict[int, tuple[socket.socket, int]] = {}
         self.descriptors: dict[int, int] = {}  # by process id
         self.highest_own = max(self.epoll.fileno(), self.control.fileno(), self.ended, confinement.ruleset or 0)
@@ -557,8 +539,8 @@ class Worker:
         while True:
             events = dict(self.epoll.poll())
             forks, ended = events.pop(self.control.fileno(), 0), events.pop(self.ended, 0)
-            for descriptor, event in events.items():  # before a number can be used again by what follows
-                self.host_moved(descriptor, event)
+            for descriptor in events:  # before a number can be used again by what follows
+                self.host_moved(descriptor)
             if ended:
                 os.read(self.ended, 4096)
                 self.reap()
@@ -570,12 +552,12 @@ class Worker:
         for descriptor in self.calls:
             self.signal(descriptor, signal.SIGKILL)
 
-    def fork(self, calls: list[socket.socket]) -> None:
+    def fork(self, calls: list[tuple[socket.socket, socket.socket]]) -> None:
         """A child for each call. All forks come first: after each, every page that the worker writes to is copied."""
-        highest = max([self.highest_own, *self.calls, *[call.fileno() for call in calls]])
+        highest = max([self.highest_own, *self.calls, *[end.fileno() for ends in calls for end in ends]])
         become_child, run_call = self.become_child, self.run_call
         processes = []
-        for call in calls:
+        for call, _ in calls:
             try:
                 process = os.fork()
             except OSError:  # no memory, or no room under a container's limit on processes
@@ -588,13 +570,14 @@ class Worker:
                 finally:
                     os._exit(SETUP_FAILED)
             processes.append(process)
-        for call, process in zip(calls, processes, strict=True):
+        for (call, leash), process in zip(calls, processes, strict=True):
+            call.close()  # where there is no child, this resets the call: the host tries again
             if process is None:
-                call.close()  # which resets the call: the host tries again
+                leash.close()
                 continue
-            self.calls[call.fileno()] = call, process
-            self.descriptors[process] = call.fileno()
-            self.epoll.register(call, select.EPOLLRDHUP)
+            self.calls[leash.fileno()] = leash, process
+            self.descriptors[process] = leash.fileno()
+            self.epoll.register(leash, select.EPOLLIN)
 
     def become_child(self, call: int, highest: int) -> None:
         """Every page that this writes to is copied for the child, so it is short."""
@@ -603,23 +586,32 @@ class Worker:
         closerange(call + 1, highest + 1)
         take_steps(self.confinement.last_steps, call)
 
-    def host_moved(self, descriptor: int, event: int) -> None:
-        """The host closed a call (or died), or has shut its sending side to say that the time is up."""
-        if event & select.EPOLLHUP:
+    def host_moved(self, descriptor: int) -> None:
+        """The host asks for something, or has closed a leash, or died."""
+        leash, process = self.calls[descriptor]
+        try:
+            request = leash.recv(16, socket.MSG_DONTWAIT)
+        except OSError:
+            request = b""
+        if request == TIME_UP:
+            self.signal(descriptor, signal.SIGUSR1)
+        elif request == LOOK:
+            self.show(leash, process)
+        else:
             self.epoll.unregister(descriptor)
             self.signal(descriptor, signal.SIGKILL)
-        else:
-            self.epoll.modify(descriptor, 0)
-            self.tell_used(descriptor)
-            self.signal(descriptor, signal.SIGUSR1)
 
-    def tell_used(self, descriptor: int) -> None:
-        call, process = self.calls[descriptor]
-        try:
-            used = time.clock_gettime(~process << 3 | CPUCLOCK_SCHED)
-            call.send(USED + b"%d" % (used * 1000), socket.MSG_DONTWAIT)
-        except OSError:
-            pass  # it has ended, or the host is not reading
+    @staticmethod
+    def show(leash: socket.socket, process: int) -> None:
+        """Hand the host a descriptor of the child's process, or none where this kernel has none to give."""
+        rights = []
+        with contextlib.suppress(OSError, AttributeError):
+            rights.append(os.pidfd_open(process))
+        with contextlib.suppress(OSError):
+            packed = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", number)) for number in rights]
+            leash.sendmsg([LOOK], packed, socket.MSG_DONTWAIT)
+        for number in rights:
+            os.close(number)
 
     def signal(self, descriptor: int, number: int) -> None:
         process = self.calls[descriptor][1]
@@ -645,37 +637,20 @@ class Worker:
             descriptor = self.descriptors.pop(ended.si_pid, None)
             if descriptor is None:
                 continue  # an orphan that came to the first process of the namespace
-            call, _ = self.calls.pop(descriptor)
-            try:
+            leash, _ = self.calls.pop(descriptor)
+            with contextlib.suppress(OSError):  # the host had closed it
                 self.epoll.unregister(descriptor)
-            except OSError:
-                pass  # the host had closed it
-            self.tell_status(call, os.waitstatus_to_exitcode(status))
-            call.close()
-
-    @staticmethod
-    def tell_status(call: socket.socket, status: int) -> None:
-        """Nothing if it died with its request unread: closing then resets the call, and the host tries again."""
-        try:
-            if status != 0:
-                call.shutdown(socket.SHUT_RD)  # no request can come in after this look
-                try:
-                    if call.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
-                        return
-                except BlockingIOError:
-                    pass
-            call.send(STATUS + b"%d" % status, socket.MSG_DONTWAIT)
-        except OSError:
-            pass  # the host has its answer, or is not reading
+            with contextlib.suppress(OSError):  # the host has its answer
+                leash.send(STATUS + b"%d" % os.waitstatus_to_exitcode(status), socket.MSG_DONTWAIT)
+            leash.close()
 
 
-def main(notebook: types.ModuleType) -> None:
-    """`notebook`: the module of that name, which runs a call in its child."""
+def main() -> None:
     os.environ.pop("LD_LIBRARY_PATH", None)  # the loader has read it, and calls are not told of the host's folders
     control = socket.socket(fileno=int(sys.argv.pop()))
     settings = Settings(**marshal.loads(control.recv(MAX_REQUEST_BYTES)))
     try:
-        confinement = Confinement(control, settings, notebook)
+        confinement = Confinement(control, settings)
         confine(confinement)
         worker = Worker(confinement)
         filling = leave_little_to_copy()

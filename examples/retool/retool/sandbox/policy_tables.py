@@ -9,7 +9,14 @@ DEFAULT_MODULES = frozenset(
     " fractions functools hashlib heapq itertools json math numbers operator pprint queue random re statistics string"
     " textwrap time typing".split()
 )
-# Modules of which the jail has a stand-in (``notebook.py``), with what is harmless of them.
+# What most calls import. With all of the default set loaded a call takes a fifth longer, so calls that need more than
+# this have another worker.
+COMMON_MODULES = frozenset(
+    "__future__ abc bisect cmath collections contextlib copy decimal enum fractions functools heapq itertools math"
+    " numbers operator random re statistics string time typing".split()
+)
+LATE_IMPORTS = {"strptime": "_strptime", "argparse": "shutil"}  # by the word that brings about the import
+# Modules of which the jail has a stand-in (``child.py``), with what is harmless of them.
 STAND_INS = {
     "sys": frozenset(
         "argv byteorder exit float_info getrecursionlimit getsizeof get_int_max_str_digits hash_info hexversion int_info"
@@ -18,13 +25,12 @@ STAND_INS = {
     "doctest": frozenset({"testmod"}),  # finds no tests: they would be programs as strings
     "timeit": frozenset({"default_timer", "repeat", "timeit"}),  # the real one takes programs as strings
 }
+COME_WITH = {"sympy": "mpmath"}  # libraries that are part of another
 MAX_RECURSION = 100_000
-RANDOM_MODULES = frozenset({"random", "statistics"})  # draw from a shared random state, or give that away
 FORBIDDEN_NAMES = frozenset(
     "eval exec open compile input globals vars locals breakpoint help __import__ __builtins__ __loader__ __spec__"
-    " __build_class__ __match_args__ __annotations__".split()
+    " __build_class__ __file__".split()
 )
-OWN_NAMES = frozenset(name for name in FORBIDDEN_NAMES if not name.startswith("_"))  # may be given to something else
 READABLE_DUNDERS = frozenset("__name__ __qualname__ __doc__ __version__ __members__ __wrapped__".split())
 # What operators and `super()` are for. A list of what may be read, not of what may not.
 SPECIAL_METHODS = frozenset(
@@ -36,42 +42,39 @@ SPECIAL_METHODS = frozenset(
     " rfloordiv rmod rdivmod rpow rlshift rrshift rand ror rxor iadd isub imul imatmul itruediv ifloordiv imod ipow"
     " ilshift irshift iand ior ixor neg pos abs invert round trunc floor ceil".split()
 )
-# Attributes that lead from ordinary objects to frames, code or evaluation of strings, or read attributes by a computed
-# name. `make_dataclass` makes fields for class patterns to read, `redirect_stdout` assigns to what `_stream` names.
+# Attributes that lead from ordinary objects to frames, code or evaluation of strings.
 FORBIDDEN_ATTRIBUTES = frozenset(
     "gi_frame gi_code gi_yieldfrom cr_frame cr_code cr_await cr_origin ag_frame ag_code ag_await tb_frame tb_next"
-    " f_back f_builtins f_code f_globals f_locals f_trace func_globals func_code"
-    " get_type_hints ForwardRef evaluate_forward_ref _evaluate Formatter vformat get_field"
-    " update_wrapper make_dataclass _thread _stream _old_targets FileType".split()
+    " f_back f_builtins f_code f_globals f_locals f_trace func_globals func_code get_type_hints ForwardRef".split()
 )
-# Modules that must not be had through any object's attribute, whether or not the object is known to be a module; some
-# under the name that a default module has for them (`enum.bltns`).
+# Modules that hang on modules of the default set; some under the name that it has for them (`enum.bltns`).
 FORBIDDEN_MODULES = frozenset(
     "os sys subprocess builtins bltns importlib ctypes posix socket shutil pickle marshal gc inspect codecs threading"
     " types".split()
 )
-# Special names that mean something where they are keys of a class's namespace, or that `copy` acts upon.
-FORBIDDEN_KEYS = frozenset(
-    "__match_args__ __globals__ __builtins__ __class__ __dict__ __subclasses__ __code__".split()
-)
-FORBIDDEN_METHODS = frozenset({"__reduce__", "__reduce_ex__", "__getstate__", "__getattribute__"})
-SHOWING_FUNCTIONS = frozenset("dir getattr hasattr help id isinstance print repr str type".split())  # of modules, too
-# Functions that take names of attributes. `wraps` takes them as its second argument, which nobody needs.
-GUARDED_FUNCTIONS = frozenset({"getattr", "setattr", "delattr"})  # the jail looks at names that are computed
-ATTRIBUTE_FUNCTIONS = GUARDED_FUNCTIONS | {"attrgetter", "methodcaller", "wraps"}
-MODULE_ATTRIBUTE_FUNCTIONS = frozenset({"attrgetter", "methodcaller", "wraps"})
+ATTRIBUTE_FUNCTIONS = frozenset("getattr setattr delattr attrgetter methodcaller".split())  # take attributes' names
 
 # What to do instead, by name and by module.
+NO_FILES = "A call has no files: keep the data in variables."
 NAME_HINTS = {
     "input": "A call has no input: write the values into the code.",
-    "open": "A call has no files: keep the data in variables.",
+    "stdin": "A call has no input: write the values into the code.",
+    "open": NO_FILES,
+    "__file__": "The code does not lie in a file.",
     "help": "Print the object's __doc__.",
     **dict.fromkeys(("eval", "exec", "compile"), "Write the code out."),
     **dict.fromkeys(("globals", "locals", "vars"), "Keep the values in a dict."),
 }
 MODULE_HINTS = {
-    **dict.fromkeys("os pathlib io shutil glob tempfile csv pickle sqlite3".split(), "A call has no files: keep the data in variables."),
-    **dict.fromkeys("threading multiprocessing concurrent asyncio subprocess".split(), "A call has one thread and starts no programs."),
+    **dict.fromkeys("os pathlib io shutil glob tempfile csv pickle sqlite3".split(), NO_FILES),
+    **dict.fromkeys(
+        "threading multiprocessing concurrent asyncio subprocess".split(),
+        "A call has one thread and starts no programs.",
+    ),
     **dict.fromkeys("requests urllib http socket".split(), "A call has no network."),
-    **dict.fromkeys("numpy scipy sympy pandas gmpy2 mpmath".split(), "Write what is needed of it with the modules below."),
-}  # fmt: skip
+    **dict.fromkeys(
+        "numpy scipy sympy pandas gmpy2 mpmath".split(), "Write what is needed of it with the modules below."
+    ),
+    **dict.fromkeys("warnings logging".split(), "Leave it out, or print what it would say."),
+    "traceback": "Let the exception pass: its traceback is shown.",
+}
