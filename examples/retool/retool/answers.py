@@ -60,20 +60,12 @@ def label_text(label: Any) -> str:
         return ""
     if isinstance(label, float | Decimal):
         exact = Decimal(repr(float(label))) if isinstance(label, float) else label
-        if exact.is_finite() and abs(exact.adjusted()) <= MAX_EXPONENT:
+        if abs(exact.adjusted()) <= MAX_EXPONENT:
             return f"{exact:f}"
     try:
         return str(label).strip()
     except ValueError:  # an integer of more digits than Python writes: no answer has as many
         return ""
-
-
-def number(answer: str) -> Fraction | None:
-    """The number that an answer is, None where it is none, or more than one, or an expression to be evaluated."""
-    if len(answer) > MAX_COMPARED_CHARS:
-        return None
-    form = _value(read(answer)[0])
-    return form[1] if form[0] == "num" else None
 
 
 def _is_radian_number(form: Form, *units: str) -> bool:
@@ -337,7 +329,7 @@ def _list(items: list[Form]) -> Form:
     if len(named) == len(items) and len(set(names)) == len(items):
         values = [value for _, value in sorted(named, key=repr)]
         return ("seq", "(", tuple(values), len(values), ")")
-    if named and len({name for name, _ in named}) == 1:
+    if len({name for name, _ in named}) == 1:
         items = [item if name is None else item[2][1] for name, item in zip(names, items, strict=True)]
     return unordered(items)
 

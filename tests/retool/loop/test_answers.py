@@ -52,8 +52,10 @@ def test_numbers_are_equal_if_their_values_are(one, other, dress, other_dress):
 @given(st.text(alphabet="0123456789.,-+/= \\{}$^x°%", max_size=10), st.text(alphabet="0123456789.,-/ ", max_size=6))
 def test_what_is_read_as_a_number_is_that_number(pred, label):
     """The digits that were written are those of the value: none is dropped, none is joined to another number."""
-    value = answers.number(pred)
-    if value is not None and not set("/^") & set(pred):
+    form = answers.read(pred)[0] if pred.strip() else ()
+    form = form[2][1] if form[:2] == ("rel", ("=",)) else form
+    if form[:1] == ("num",) and not set("/^") & set(pred):
+        value = form[1]
         written = "".join(
             character for character in pred.rpartition("=")[2] if character.isdigit() or character == "."
         )
@@ -99,6 +101,18 @@ def test_labels_of_any_type(label, pred, right):
 
 def test_a_label_too_long_to_be_written_is_no_answer():
     assert not equal("1", 10**5000)
+    assert answers.label_text(1e16) == "10000000000000000" and answers.label_text(Decimal("2.50")) == "2.50"
+
+
+@pytest.mark.parametrize(
+    "brackets", ["()", "[]", "{}", "\\{ \\}", "(1, )", "-( )", "\\frac{1}{ }", "\\sin( )", "|( )|"]
+)
+@pytest.mark.parametrize("depth", [20, 60])
+def test_brackets_of_any_depth_are_compared(brackets, depth):
+    opening, closing = brackets.split(" ") if " " in brackets else brackets
+    deep = opening * depth + "1" + closing * depth
+    equal(deep, "1")
+    assert equal(deep, deep + " ") and not equal(deep, deep.replace("1", "2") + " ")
 
 
 @pytest.mark.parametrize(
