@@ -192,8 +192,8 @@ def read_answer(found: Scan, over: bool) -> Box | None:
     hold what could be one.
     """
     boxes = find_boxes(found.words)
-    if not boxes or not boxes[-1].content:
-        return boxes[-1] if boxes else None
+    if not boxes:
+        return None
     last, calls = boxes[-1], _calls(found)
     if last.labeled:
         goes_on = found.incomplete or (not over and found.words.endswith(STOP_TAGS))

@@ -583,6 +583,9 @@ def test_a_placeholder_does_not_end_the_episode_before_a_call(content, call):
     assert reward.prediction(text + "<|im_end|>") == ""
     unfinished = f"I will end with Answer: \\boxed{{{content}}}.\n<code>print('</code>"
     assert isinstance(actions.read_action(unfinished).action, Incomplete)
+    spoken_of = f"I will write Answer: \\boxed{{{content}}}, without </code>"
+    assert isinstance(actions.read_action(spoken_of).action, Incomplete)
+    assert isinstance(actions.read_action("Answer: \\boxed{5} without </code>").action, Answer)
 
 
 @pytest.mark.parametrize("call", CALLS)
