@@ -29,7 +29,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from itertools import islice
+from itertools import islice, pairwise
 from typing import Any
 
 import pyarrow as pa
@@ -272,37 +272,35 @@ def _print_calls(rows: list[dict[str, Any]]) -> None:
     cap = tool_sandbox.TOOL_CONFIGS["max_tool_calls"]
     over = sum(rows for count, rows in calls.items() if count > cap)
     print(f"rows with more than the {cap} calls that RL allows: {over}")
-    refused = sum(not _sandbox_allows(code) for code in _all_code(rows))
+    sandbox = tool_sandbox.tool_registry.python_sandbox
+    refused = sum(not sandbox._check_code_safety(actions.source(code))[0] for code in _all_code(rows))
     print(f"calls that the sandbox would refuse: {refused} of {sum(n * calls[n] for n in calls)}")
 
 
 def _all_code(rows: Iterable[dict[str, Any]]) -> Iterator[str]:
     for row in rows:
-        messages = row["messages"]
-        for message, after in zip(messages, messages[1:], strict=False):
+        for message, after in pairwise(row["messages"]):
             if after["role"] == "tool":
                 yield _called_code(message["content"])
 
 
-def _sandbox_allows(code: str) -> bool:
-    return tool_sandbox.tool_registry.python_sandbox._check_code_safety(actions.source(code))[0]
-
-
 def _print_lengths(rows: list[dict[str, Any]], tokenizer_directory: str) -> None:
-    lengths, unit = _lengths(rows, tokenizer_directory)
+    tokenizer = _tokenizer(tokenizer_directory)
+    unit = "tokens" if tokenizer else "characters"
+    lengths = sorted(_length(row, tokenizer) for row in rows)
     values = [f"p{p} {lengths[min(len(lengths) - 1, len(lengths) * p // 100)]}" for p in PERCENTILES]
     print(f"{unit} per conversation: {', '.join(values)}".replace("p100", "max"))
-    if unit == "tokens":
+    if tokenizer:
         longer = sum(length > MAX_ROW_TOKENS for length in lengths)
         print(f"rows with more than the {MAX_ROW_TOKENS} tokens that a GPU is given: {longer}")
 
 
-def _lengths(rows: list[dict[str, Any]], tokenizer_directory: str) -> tuple[list[int], str]:
-    """Sorted lengths of the conversations, and in what they are counted."""
-    tokenizer = _tokenizer(tokenizer_directory)
+def _length(row: dict[str, Any], tokenizer: Any) -> int:
+    """In tokens, without a tokenizer in characters."""
+    messages, tools = row["messages"], json.loads(row["tools"]) or None
     if tokenizer is None:
-        return sorted(sum(len(message["content"]) for message in row["messages"]) for row in rows), "characters"
-    return sorted(_token_length(tokenizer, row) for row in rows), "tokens"
+        return sum(len(message["content"]) for message in messages)
+    return len(tokenizer.apply_chat_template(messages, tools=tools, tokenize=True, return_dict=False))
 
 
 def _tokenizer(directory: str) -> Any:
@@ -319,13 +317,6 @@ def _tokenizer(directory: str) -> Any:
         reason = f"no tokenizer in {directory} ({why_not_found(directory)})"
     print(f"warning: lengths are in characters: {reason}; --tokenizer DIR names one", file=sys.stderr)
     return None
-
-
-def _token_length(tokenizer: Any, row: dict[str, Any]) -> int:
-    ids = tokenizer.apply_chat_template(
-        row["messages"], tools=json.loads(row["tools"]) or None, tokenize=True, return_dict=False
-    )
-    return len(ids)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from retool.chat import shorten
 NO_OUTPUT = "No output. Use print(...) to see a value."
 MAX_TRACEBACK_CALLS = 8  # as in sandbox/child.py, which runs in the jail; so are the next two
 MAX_LINE_CHARS = 200
+MAX_RECURSION = 1_000_000  # calls; no traceback says more, and a text that does is none
 CAUSES = (
     "The above exception was the direct cause of the following exception:",
     "During handling of the above exception, another exception occurred:",
@@ -105,7 +106,7 @@ def memory_hint(limit_bytes: int) -> str:
 
 _HEADING = "Traceback (most recent call last):"
 _FRAME = re.compile(r'  File "(?P<file>[^"]*)", line (?P<line>\d+)(?:, in (?P<name>.*))?')
-_REPEATED = re.compile(r"  \[Previous line repeated (\d+) more times?\]")
+_REPEATED = re.compile(r"  \[Previous line repeated (\d{1,9}) more times?\]")
 _MARKS = re.compile(r"\s*[~^]+\s*")
 # Where what Python writes to standard error begins: a traceback, a syntax error, which has none, or a warning.
 _WRITTEN_BY_PYTHON = re.compile(
@@ -211,7 +212,7 @@ def _frames(lines: Sequence[str]) -> tuple[list[_Frame], list[str]]:
             if own:
                 calls.append(_Frame(int(found["line"]), found["name"], source[0] if source else ""))
         elif repeated := _REPEATED.fullmatch(lines[position]):
-            calls += calls[-1:] * int(repeated[1]) if own else []
+            calls += calls[-1:] * min(int(repeated[1]), MAX_RECURSION) if own else []
             position += 1
         else:
             break

@@ -12,6 +12,7 @@ code as a script, whose output and errors the published rows show as one text.
 import json
 import subprocess
 import sys
+import time
 
 import pytest
 import tool_sandbox
@@ -286,8 +287,17 @@ def test_published_outputs_are_worded_as_the_sandbox_words_them(code, published,
     assert converted_output(code, published) == worded
 
 
-def test_reading_a_long_output_takes_linear_time():
-    parts = observations.read_published(
-        "Traceback (most recent call last):\n" * 20_000 + "  [x" * 10**5, CODE, 10, 2**30
-    )
-    assert parts.output
+@pytest.mark.parametrize("piece", ["Traceback (most recent call last):\n", "  [x", f"\n{trace(5)}\n\n", "a\n\nb: c"])
+def test_reading_a_long_output_takes_linear_time(piece):
+    def seconds(count: int) -> float:
+        begun = time.process_time()
+        observations.read_published(f"{trace(5)}\n{piece * count}", CODE, 10, 2**30)
+        return time.process_time() - begun
+
+    assert min(seconds(8_000) for _ in range(3)) < 8 * min(seconds(2_000) for _ in range(3))
+
+
+def test_a_recursion_of_any_length_is_cut():
+    lines = trace(5).split("\n")
+    deep = "\n".join([*lines[:-1], "  [Previous line repeated 999999999 more times]", lines[-1]])
+    assert "more calls ..." in converted_output(CODE, deep)
