@@ -5,6 +5,8 @@ r"""Multi-turn rollouts with a Python tool for vime: the turn loop and the rewar
     --custom-reward-post-process-path generate_with_retool.normalize_rewards
     --custom-rollout-log-function-path generate_with_retool.log_rollout_data
     --custom-eval-rollout-log-function-path generate_with_retool.log_eval_rollout_data
+    --dynamic-sampling-filter-path generate_with_retool.keep_group, where groups are filtered
+    --custom-advantage-function-path generate_with_retool.compute_advantages, for reinforce_plus_plus
 
 Data flows one way; each arrow is one function:
 
@@ -21,7 +23,7 @@ Invariants, on every way out, a cancellation at any await included:
 - len(loss_mask) == len(rollout_log_probs) == response_length and tokens == prompt ids + response ids. The mask is 1 on
   sampled tokens, 0 on observations.
 - A mistake of the model becomes an observation. After an infrastructure error (EngineError, SandboxError) the sample is
-  ABORTED and never trained on; many of them stop the run.
+  ABORTED and never trained on; many of them stop the run. Nor is one in which nothing was sampled.
 
 How the model is spoken to is retool/chat.py, what it says retool/actions.py, what a turn asks of the engine
 retool/request.py, the wire retool/engine.py, what ends a run retool/failures.py, the reward retool/reward.py, the tools
@@ -31,14 +33,25 @@ tool_sandbox.py. This module is the only one that imports vime.
 from __future__ import annotations
 
 import functools
-import importlib
 import logging
 import time
 from collections.abc import Awaitable
 from contextlib import nullcontext
 from typing import Any
 
-from retool import actions, advantages, engine, failures, ledger, metrics, observations, replay_data, request, reward
+from retool import (
+    actions,
+    advantages,
+    engine,
+    failures,
+    handover,
+    ledger,
+    observations,
+    request,
+    reward,
+    startup,
+    tracking,
+)
 from retool.actions import Action, Answer, Code, Incomplete, Invalid, ToolCall
 from retool.chat import (
     CODE_TOOL,
@@ -61,10 +74,10 @@ from retool.episode import (
     Turn,
     append_observation,
     begin_turn,
+    close,
     encode,
     frame_ids,
     frame_length,
-    interrupt,
     keep_partial_turn,
     record_turn,
     refuse_unsupported,
@@ -81,6 +94,7 @@ from tool_sandbox import TOOL_CONFIGS, SandboxError, tool_registry
 # Looked up in this module whenever they are called, so that whoever replaces them here is obeyed.
 try:
     from vime.rollout import vllm_rollout
+    from vime.rollout.filter_hub.base_types import DynamicFilterOutput
     from vime.rollout.rm_hub.math_dapo_utils import compute_score
     from vime.rollout.vllm_rollout import GenerateState
     from vime.utils.http_utils import post
@@ -118,9 +132,11 @@ __all__ = [
     "Sample",
     "TOOL_CONFIGS",
     "TooManyFailures",
+    "compute_advantages",
     "execute_predictions",
     "format_conversation_with_tools",
     "generate",
+    "keep_group",
     "log_eval_rollout_data",
     "log_rollout_data",
     "normalize_rewards",
@@ -190,22 +206,24 @@ async def _generate(args: Any, sample: Any, sampling_params: dict[str, Any], eva
         failure = error
         end = EndReason.ABORT if episode.aborting else EndReason.INFRASTRUCTURE_ERROR
     finally:
-        _close_episode(episode, end)
-    if end.status == "ABORTED" and not episode.aborting:
-        _lose(episode)
+        close(episode, end)
     if end is not EndReason.ABORT:
-        failures.count(failure, TOOL_CONFIGS["max_failure_rate"])
+        _hand_over(episode, end, evaluation, failure)
     return sample
 
 
 def _open_episode(args: Any, sample: Any, sampling_params: dict[str, Any], evaluation: bool) -> Episode:
-    refuse_unsupported(args, sample)
+    refuse_unsupported(sample)
     state: Any = GenerateState(args)
+    tools = tool_registry.get_tool_specs()
+    if not evaluation:
+        length = lambda prompt: len(encode(state.tokenizer, render_prompt(prompt, tools)))  # noqa: E731
+        startup.check_once(args, TOOL_CONFIGS, length)
     template_kwargs = getattr(sample, "apply_chat_template_kwargs", None) or {}
     template_kwargs = (getattr(args, "apply_chat_template_kwargs", None) or {}) | template_kwargs
     prefix = template_prefix(state.tokenizer, template_kwargs)
     try:
-        prompt = render_prompt(sample.prompt, tool_registry.get_tool_specs(), prefix)
+        prompt = render_prompt(sample.prompt, tools, prefix)
     except ValueError as error:
         field = getattr(args, "input_key", None)
         raise ValueError(
@@ -215,6 +233,7 @@ def _open_episode(args: Any, sample: Any, sampling_params: dict[str, Any], evalu
     params = request.with_stops(sampling_params, CODE_STOPS, frame_ids(state.tokenizer).end)
     limits = Limits.of(args, params["max_new_tokens"], evaluation)
     episode = Episode(args, sample, state, params, limits, prompt, prefix)
+    episode.failed_attempts = ((sample.metadata or {}).get("retool") or {}).get("failed_attempts", 0)
     record = resumable(sample) if episode.continued else None
     if record:
         resume(episode, record)
@@ -252,7 +271,7 @@ async def _sample_turn(episode: Episode) -> Turn:
             completion = await _complete(episode, room)
         if completion.finish_reason == "abort":
             keep_partial_turn(episode, completion)
-            return Turn(text, cut_by=EndReason.ABORT)
+            return Turn(text, cut_by=EndReason.ABORT if episode.aborting else EndReason.ENGINE_ABORT)
         text = record_turn(episode, *completion)
         if completion.finish_reason == "length":
             return Turn(text, cut_by=binding)
@@ -312,8 +331,8 @@ async def _act(episode: Episode, action: Action) -> str | None:
     if output is None:
         return None
     shown = _shown(output, action.dialect)
-    outcome = getattr(output, "outcome", "ok")
-    episode.calls.append(CallRecord(action.name, round(seconds, 6), outcome, len(given), len(shown)))
+    outcome, queued = getattr(output, "outcome", "ok"), round(getattr(output, "queued", 0.0), 6)
+    episode.calls.append(CallRecord(action.name, round(seconds, 6), outcome, len(given), len(shown), queued))
     return shown
 
 
@@ -332,29 +351,13 @@ def _shown(output: str, dialect: actions.Dialect | None) -> str:
     return observations.shown(output, dialect, TOOL_CONFIGS["max_output_chars"])
 
 
-def _close_episode(episode: Episode, end: EndReason) -> None:
-    sample = episode.sample
-    sample.status = Sample.Status[end.status]
-    saved = interrupt(episode) if end is EndReason.ABORT and episode.continued else None
-    sample.payload_text = episode.prompt + sample.response
-    sample.metadata["retool"] = {
-        "end_reason": end.value,
-        "turns": episode.turns,
-        "calls": [call._asdict() for call in episode.calls],
-        "hallucinated_outputs": episode.hallucinated + episode.hallucinated_here,
-    }
-    if saved:
-        sample.metadata["retool"]["saved_progress"] = saved._asdict()
-
-
-def _lose(episode: Episode) -> None:
-    """Not vime's own abort, so vime may put the sample into the batch as it is: it must neither train nor crash."""
-    sample = episode.sample
-    sample.remove_sample = True
-    sample.reward = reward.lost()
-    if "saved_progress" in sample.metadata["retool"] and sample.response_length:
-        return  # it may be continued, and its replay data are whole
-    replay_data.fill_in(episode.args, sample, engine.sends_top_p_sets())
+def _hand_over(episode: Episode, end: EndReason, evaluation: bool, failure: Exception | None) -> None:
+    """Make what is not to be trained on harmless, and count what the engine or the sandbox lost."""
+    if end is EndReason.ENGINE_ABORT:
+        failure = EngineError("the engine ended the request (finish_reason abort), though vime aborts nothing")
+    overlong = None if evaluation else TOOL_CONFIGS["overlong"]
+    handover.hand_over(episode, end, overlong, engine.sends_top_p_sets(), failure)
+    failures.count(failure, TOOL_CONFIGS["max_failure_rate"], in_a_row_only=end is EndReason.ENGINE_ABORT)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -390,12 +393,12 @@ async def reward_func(
 def _score(sample: Any) -> reward.Reward:
     if not isinstance(sample, Sample):
         raise TypeError(f"reward_func scores a Sample of vime's or a list of them, not {type(sample).__name__}")
-    if sample.status == Sample.Status.ABORTED:
+    if sample.status == Sample.Status.ABORTED or handover.is_given_up(sample):
         return reward.lost()
     response, record = sample.response or "", (sample.metadata or {}).get("retool")
     calls = reward.calls_that_ran(record["calls"]) if record else getattr(sample, "tool_call_count", 0)
     prompt = str(getattr(sample, "payload_text", None) or sample.prompt).removesuffix(response)
-    return reward.score_response(
+    found = reward.score_response(
         response,
         sample.label,
         calls,
@@ -404,6 +407,8 @@ def _score(sample: Any) -> reward.Reward:
         cut=sample.status == Sample.Status.TRUNCATED,
         in_thought=prompt.rstrip().endswith("<think>"),
     )
+    found["score"] -= handover.overlong_penalty((record or {}).get("budget_left"), TOOL_CONFIGS["overlong"])
+    return found
 
 
 def normalize_rewards(args, samples: list[Sample] | list[list[Sample]]) -> tuple[list[float], list[float]]:
@@ -411,7 +416,22 @@ def normalize_rewards(args, samples: list[Sample] | list[list[Sample]]) -> tuple
 
     See retool/advantages.py; TOOL_CONFIGS["advantage_spread"] says which groups are trained on.
     """
+    handover.settle(args, samples, TOOL_CONFIGS["max_failure_rate"])
     return advantages.normalize(args, samples, TOOL_CONFIGS["advantage_spread"])
+
+
+def keep_group(args, samples: list[Sample] | list[list[Sample]], **kwargs) -> DynamicFilterOutput:
+    """Whether a group trains anything, for --dynamic-sampling-filter-path; vime counts the others by the reason."""
+    handover.settle(args, samples, 1.0)
+    kind = advantages.group_kind(args, samples, TOOL_CONFIGS["advantage_spread"])
+    return DynamicFilterOutput(keep=kind == "mixed", reason=None if kind == "mixed" else kind)
+
+
+def compute_advantages(args, rollout_data: dict[str, Any]) -> None:
+    """For --custom-advantage-function-path: vime's own advantages, and zeros where no token is trained on."""
+    from vime.backends.megatron_utils.loss import compute_advantages_and_returns  # there in a trainer alone
+
+    advantages.without_untrained(compute_advantages_and_returns, args, rollout_data)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -455,42 +475,22 @@ async def execute_predictions(text: str) -> tuple[str, bool]:
 
 def log_rollout_data(rollout_id, args, samples, rollout_extra_metrics, rollout_time) -> bool:
     """Log the plugin's metrics of a training rollout, as "rollout/retool/..."; False: vime's own are to follow."""
+    handover.settle(args, samples, TOOL_CONFIGS["max_failure_rate"])  # vime's own read every reward
     if not getattr(args, "load_debug_rollout_data", None):  # logged when they were rolled out; vime skips its own too
-        _log("rollout", rollout_id, args, {"rollout/retool/": samples})
+        tracking.log("rollout", rollout_id, args, {"rollout/retool/": samples})
     return False
 
 
 def log_eval_rollout_data(rollout_id, args, data, extra_metrics) -> bool:
-    """Log them per evaluation data set, as "eval/NAME/retool/..."; False: vime's own are to follow."""
-    _log(
-        "eval", rollout_id, args, {f"eval/{name}/retool/": found.get("samples") or [] for name, found in data.items()}
-    )
+    """Log them per evaluation data set, as "eval/NAME/retool/..."; False: vime's own are to follow.
+
+    In vime's list of rewards each lost sample gets the mean of the others, so that its `eval/NAME` is the accuracy of
+    those that were not lost.
+    """
+    for found in data.values():
+        if "samples" in found:
+            lost = [sample.remove_sample for sample in found["samples"]]
+            found["rewards"] = handover.with_the_mean_for_lost(found["rewards"], lost)
+    by_prefix = {f"eval/{name}/retool/": found.get("samples") or [] for name, found in data.items()}
+    tracking.log("eval", rollout_id, args, by_prefix)
     return False
-
-
-def _log(kind: str, rollout_id: int, args, samples: dict[str, list[Sample]]) -> None:
-    logging_utils, metric_utils = _observability("logging_utils"), _observability("metric_utils")
-    try:
-        found = {
-            prefix + name: value for prefix in samples for name, value in metrics.summarize(samples[prefix]).items()
-        }
-        step_key = f"{kind}/step"
-        step = {step_key: metric_utils.compute_rollout_step(args, rollout_id)}
-        logging_utils.log(args, found | step, step_key=step_key)
-    except Exception:  # a number that cannot be had is not worth the run
-        logger.exception("the plugin's metrics of %s %s could not be logged", kind, rollout_id)
-
-
-def _observability(name: str) -> Any:
-    """A module of vime's observability, imported when it is used: it imports wandb, which whoever only rolls out need not
-    have. ImportError if this vime has it nowhere: metrics that nobody sees are worse than none."""
-    for package in ("vime.observability", "vime.utils"):  # from September 2026 on, and before
-        try:
-            return importlib.import_module(f"{package}.{name}")
-        except ModuleNotFoundError as error:
-            if error.name not in (package, f"{package}.{name}"):
-                raise  # it is there, and something that it needs is not
-    raise ImportError(
-        f"this vime has {name} neither in vime.observability nor in vime.utils: start it without the "
-        "--custom-rollout-log-function-path and --custom-eval-rollout-log-function-path of this plugin"
-    )

@@ -82,6 +82,9 @@ TOOL_CONFIGS: dict[str, Any] = {
     # By what a group of samples is seen to differ, so that it is trained on: "accuracy", or "score" as vime has it. In a
     # group without a right answer only the reward for calling the tool differs, and normalization makes it full size.
     "advantage_spread": "accuracy",
+    # What becomes of a sample that uses up its budget of tokens: "wrong", scored as any other; "mask", not trained on;
+    # or a number: as fewer tokens of the budget are left than that, its score falls, by 1 in the end (DAPO).
+    "overlong": "wrong",
 }
 
 SEMAPHORE = ProcessSemaphore(TOOL_CONFIGS["tool_concurrency"])

@@ -123,6 +123,7 @@ def read_settings(stage: str, further: Sequence[str], environ: Mapping[str, str]
     if dry_run.lower() not in ("1", "true", "yes", "on", "0", "false", "no", "off"):
         raise LaunchError(f"DRY_RUN is {dry_run}, expected 1 or 0")
     kind = STAGES[stage]
+    kind = kind._replace(train_script=environ.get("TRAIN_SCRIPT") or kind.train_script)
     vime = os.path.abspath(environ.get("VIME_ROOT") or PLUGIN.parents[1])
     downloads = environ.get("RETOOL_DOWNLOADS") or "/root"
     hf_named = given("HF_CHECKPOINT", "--hf-checkpoint")

@@ -32,7 +32,8 @@ class EndReason(Enum):
     CONTEXT = "context", "TRUNCATED"  # the context limit is reached
     TURN_CAP = "turn_cap", "TRUNCATED"
     CALL_CAP = "call_cap", "TRUNCATED"
-    ABORT = "abort", "ABORTED"  # vime or the engine ended the request, or vime the task
+    ABORT = "abort", "ABORTED"  # vime aborts the rollout, or ended the task
+    ENGINE_ABORT = "engine_abort", "ABORTED"  # the engine ended the request, and vime aborts nothing
     INFRASTRUCTURE_ERROR = "infrastructure_error", "ABORTED"
 
     status: str  # a name in vime's Sample.Status
@@ -82,6 +83,7 @@ class CallRecord(NamedTuple):
     outcome: str  # tool_sandbox.ToolOutput's outcome, "ok" where a tool of the user's says none
     input_chars: int
     output_chars: int
+    queued: float = 0.0  # of the seconds, before the call ran
 
 
 class Turn(NamedTuple):
@@ -115,6 +117,7 @@ class Episode:
     turn_over: bool = False
     hallucinated_here: int = 0  # in this turn, not yet in `hallucinated`
     shown: tuple[str, list[int]] = ("", [])  # the observation before this turn, text and ids
+    failed_attempts: int = 0  # at this sample, by infrastructure errors in a row
 
     @property
     def continued(self) -> bool:
@@ -127,21 +130,12 @@ class Episode:
         return bool(getattr(self.state, "aborted", False))
 
 
-def refuse_unsupported(args: Any, sample: Any) -> None:
-    """Raise, by name, for what cannot be rolled out here."""
+def refuse_unsupported(sample: Any) -> None:
+    """Raise, by name, for a sample that cannot be rolled out here."""
     if not hasattr(sample, "append_response_tokens"):
         raise RuntimeError("this vime is too old for retool: Sample.append_response_tokens (July 2026) is missing")
     if any(value is not None for value in (getattr(sample, "multimodal_inputs", None) or {}).values()):
         raise ValueError("retool handles text only, and the sample has multimodal inputs")
-    # A teacher that the trainer loads itself needs nothing from here. One that is served is asked by reward hooks of
-    # vime's, which read its answer from the reward of every sample: ours have none, and neither has a lost sample.
-    hook = getattr(args, "custom_reward_post_process_path", None) or "vime."
-    served = getattr(args, "use_opd", False) and getattr(args, "opd_type", None) != "megatron"
-    if served and hook.startswith(("vime.", "generate_with_retool.")):
-        raise RuntimeError(
-            "retool does not support --use-opd with a served teacher, since nothing here asks it: use --opd-type megatron, "
-            "or a --custom-reward-post-process-path of your own that sets teacher_log_probs on every sample"
-        )
 
 
 class SavedProgress(NamedTuple):
@@ -158,6 +152,23 @@ class SavedProgress(NamedTuple):
 
 
 SAVED_FIELDS = SavedProgress._fields[:-1]  # of an Episode, under the same names
+
+
+def close(episode: Episode, end: EndReason) -> None:
+    """Leave the sample with its status, and the record of its episode in `sample.metadata["retool"]`."""
+    sample = episode.sample
+    sample.status = sample.Status[end.status]
+    continued = episode.continued and end in (EndReason.ABORT, EndReason.ENGINE_ABORT) and sample.response_length
+    saved = interrupt(episode) if continued else None
+    sample.payload_text = episode.prompt + sample.response
+    sample.metadata["retool"] = {
+        "end_reason": end.value,
+        "turns": episode.turns,
+        "calls": [call._asdict() for call in episode.calls],
+        "hallucinated_outputs": episode.hallucinated + episode.hallucinated_here,
+    }
+    if saved:
+        sample.metadata["retool"]["saved_progress"] = saved._asdict()
 
 
 def interrupt(episode: Episode) -> SavedProgress:

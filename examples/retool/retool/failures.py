@@ -54,18 +54,20 @@ _recent: collections.deque[bool] = collections.deque(maxlen=FAILURE_WINDOW)
 _in_a_row: list[float] = []  # when each episode was lost since the last one that was not
 
 
-def count(failure: Exception | None, max_rate: float) -> None:
+def count(failure: Exception | None, max_rate: float, in_a_row_only: bool = False) -> None:
     """Take in how an episode ended.
 
     Args:
         failure: the infrastructure error that it was lost to, None if it was not.
         max_rate: the share of the last episodes that may be lost; 1 means all of them may.
+        in_a_row_only: whether it counts only as long as all are lost, for some time: an update of the weights may cost
+            every request that is under way at that moment.
 
     Raises:
         TooManyFailures: more were lost, or all for some time; the message ends with the last cause.
     """
     with _lock:
-        _recent.append(failure is not None)
+        _recent.append(failure is not None and not in_a_row_only)
         if failure is None:
             _in_a_row.clear()
             return

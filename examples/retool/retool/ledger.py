@@ -93,3 +93,16 @@ def take_back(sample: Any, ids: list[int], text: str) -> None:
     for name in ("loss_mask", "rollout_log_probs", "rollout_topk_token_ids", "rollout_topk_log_probs"):
         if getattr(sample, name, None) is not None:
             setattr(sample, name, getattr(sample, name)[:kept])
+
+
+def take_back_unseen(sample: Any, tokenizer: Any) -> None:
+    """Take the observations off the end of a response, after which nothing was sampled."""
+    count = next((place for place, trained in enumerate(reversed(sample.loss_mask)) if trained), 0)
+    if count:
+        ids = sample.tokens[-count:]
+        take_back(sample, ids, str(tokenizer.decode(ids, skip_special_tokens=False)))
+
+
+def count_the_last_prompt_token(sample: Any) -> None:
+    """As the response of a sample that has none, for what needs one; it is not trained on."""
+    sample.response_length, sample.loss_mask, sample.rollout_log_probs = 1, [0], [0.0]

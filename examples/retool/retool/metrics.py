@@ -15,8 +15,10 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from retool.advantages import GROUP_KINDS, kind_of
 from retool.chat import Observation, find_observations
 from retool.episode import EndReason
+from retool.handover import OVERLONG, REASONS
 
 OUTCOMES = (
     *("ok", "error", "syntax_error", "empty", "timeout", "memory", "too_long", "crashed", "refused", "invalid"),
@@ -31,15 +33,24 @@ _UNREADABLE = "Your previous action is invalid"  # how the loop's own observatio
 _REFUSED = "Error: not allowed: "
 _REFUSED_MODULE = re.compile(r"\bmodule '([^'\s]{1,100})'(?:, reached through '[^'\s]{1,100}',)? is not available")
 
+_TRUNCATED = {reason.value for reason in EndReason if reason.status == "TRUNCATED"}
+_LOST_BY_MACHINES = (EndReason.INFRASTRUCTURE_ERROR.value, EndReason.ENGINE_ABORT.value)
+
 METRICS = (
     "accuracy",
     "reward",
-    *(f"reward_by_calls/{name}" for name, _, _ in CALL_BUCKETS),
+    *(f"{what}_by_calls/{name}" for what in ("reward", "accuracy") for name, _, _ in CALL_BUCKETS),
+    *(f"groups/{kind}" for kind in GROUP_KINDS),
+    *(f"untrained/{reason}" for reason in REASONS),
     "samples_with_calls",
     "calls_per_sample",
     "turns_per_sample",
-    "call_seconds/p50",
-    "call_seconds/p95",
+    *(f"{what}_seconds/p{percent}" for what in ("queue", "run") for percent in (50, 95)),
+    "tool_seconds_per_sample",
+    "repaired_errors",
+    "response_tokens/right",
+    "response_tokens/wrong",
+    "truncated_right",
     *(f"outcome/{outcome}" for outcome in (*OUTCOMES, "unreadable", "other")),
     *(f"refused_module/{module}" for module in (*REFUSED_MODULES, "other", "none")),
     *(f"end_reason/{reason.value}" for reason in EndReason),
@@ -53,11 +64,13 @@ class _Record(NamedTuple):
     """What the metrics take from one sample."""
 
     end_reason: str
+    untrained: str | None
+    group: Any
     turns: int
     calls: list[Mapping[str, Any]]
     hallucinated: int
     observations: list[Observation]
-    score: float | None  # None for a sample that is not trained on
+    score: float | None  # None for a sample that was lost
     accurate: bool | None
     tokens: int
     observed_tokens: int
@@ -78,23 +91,28 @@ def summarize(samples: Iterable[Any]) -> dict[str, float]:
         return {}
     return {
         **_rewards(records),
+        **_groups(records),
+        **{f"untrained/{reason}": sum(r.untrained == reason for r in records) / len(records) for reason in REASONS},
+        **_lengths(records),
         **_calls(records),
         **_refused_modules(records),
         **_shares("end_reason", Counter(record.end_reason for record in records), [r.value for r in EndReason]),
         **_mean("observation_tokens", sum(r.observed_tokens for r in records), sum(r.tokens for r in records)),
         "hallucinated_outputs": sum(record.hallucinated for record in records) / len(records),
-        "infrastructure_errors": sum(r.end_reason == EndReason.INFRASTRUCTURE_ERROR.value for r in records),
+        "infrastructure_errors": sum(r.end_reason in _LOST_BY_MACHINES for r in records),
     }
 
 
 def _read(sample: Any) -> _Record:
     retool = sample.metadata["retool"]
     mask = sample.loss_mask or []
-    score = accurate = None
-    if not sample.remove_sample:
+    score, accurate, untrained = None, None, retool.get("untrained")
+    if not sample.remove_sample or untrained == OVERLONG:
         score, accurate = _reward(sample.reward)
     return _Record(
         end_reason=retool["end_reason"],
+        untrained=untrained,
+        group=getattr(sample, "group_index", None),
         turns=retool["turns"],
         calls=retool["calls"],
         hallucinated=retool["hallucinated_outputs"],
@@ -115,31 +133,65 @@ def _reward(reward: Any) -> tuple[float | None, bool | None]:
 
 
 def _rewards(records: Sequence[_Record]) -> dict[str, float]:
-    right = [record.accurate for record in records if record.accurate is not None]
+    right = [(len(record.calls), float(record.accurate)) for record in records if record.accurate is not None]
     scored = [(len(record.calls), record.score) for record in records if record.score is not None]
-    found = _mean("accuracy", sum(right), len(right))
-    found |= _mean("reward", sum(score for _, score in scored), len(scored))
-    for name, least, most in CALL_BUCKETS:
-        scores = [score for calls, score in scored if least <= calls <= most]
-        found |= _mean(f"reward_by_calls/{name}", sum(scores), len(scores))
+    found: dict[str, float] = {}
+    for name, values in (("accuracy", right), ("reward", scored)):
+        found |= _mean(name, sum(value for _, value in values), len(values))
+        for bucket, least, limit in CALL_BUCKETS:
+            inside = [value for calls, value in values if least <= calls <= limit]
+            found |= _mean(f"{name}_by_calls/{bucket}", sum(inside), len(inside))
     return found
+
+
+def _groups(records: Sequence[_Record]) -> dict[str, float]:
+    """Shares of the groups, by what tells right from wrong in them; none in an evaluation, where vime numbers none."""
+    groups: dict[Any, list[float]] = {}
+    for record in records:
+        if record.group is not None:
+            judged = groups.setdefault(record.group, [])
+            value = record.score if record.accurate is None else float(record.accurate)
+            if value is not None and not record.untrained:
+                judged.append(value)
+    return _shares("groups", Counter(kind_of(judged) for judged in groups.values()), GROUP_KINDS)
+
+
+def _lengths(records: Sequence[_Record]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for name, accurate in (("right", True), ("wrong", False)):
+        tokens = [record.tokens for record in records if record.accurate is accurate]
+        found |= _mean(f"response_tokens/{name}", sum(tokens), len(tokens))
+    truncated = [
+        record.accurate for record in records if record.accurate is not None and record.end_reason in _TRUNCATED
+    ]
+    return found | _mean("truncated_right", sum(truncated), len(truncated))
 
 
 def _calls(records: Sequence[_Record]) -> dict[str, float]:
     calls = [call for record in records for call in record.calls]
-    seconds = sorted(call["seconds"] for call in calls)
     outcomes = Counter(call["outcome"] if call["outcome"] in OUTCOMES else "other" for call in calls)
     outcomes["unreadable"] = sum(
         is_unreadable(observation) for record in records for observation in record.observations
     )
+    # Of the calls that went wrong, whether the next one of the sample went well.
+    repairs = [
+        place + 1 < len(record.calls) and record.calls[place + 1]["outcome"] == "ok"
+        for record in records
+        for place, call in enumerate(record.calls)
+        if call["outcome"] != "ok"
+    ]
     found = {
         "samples_with_calls": sum(bool(record.calls) for record in records) / len(records),
         "calls_per_sample": len(calls) / len(records),
         "turns_per_sample": sum(record.turns for record in records) / len(records),
+        "tool_seconds_per_sample": sum(call["seconds"] for call in calls) / len(records),
+        **_mean("repaired_errors", sum(repairs), len(repairs)),
         **_shares("outcome", outcomes, (*OUTCOMES, "unreadable", "other")),
     }
-    if seconds:
-        found |= {"call_seconds/p50": percentile(seconds, 50), "call_seconds/p95": percentile(seconds, 95)}
+    queued = sorted(call.get("queued", 0.0) for call in calls)
+    ran = sorted(call["seconds"] - call.get("queued", 0.0) for call in calls)
+    for name, seconds in (("queue", queued), ("run", ran)):
+        found |= {f"{name}_seconds/p{percent}": percentile(seconds, percent) for percent in (50, 95) if seconds}
     return found
 
 

@@ -34,12 +34,19 @@ def fill_in(args: Any, sample: Any, top_p_sets: bool) -> None:
         count = args.score_centering_top_k
         sample.rollout_topk_token_ids = numpy.tile(numpy.arange(count, dtype=numpy.int32), (length, 1))
         sample.rollout_topk_log_probs = numpy.full((length, count), -math.log(count), numpy.float32)
-    if getattr(args, "use_rollout_routing_replay", False):
+    if not has_expert_rows(args, sample):
         # All experts in turn. One expert for all tokens would carry the whole sample alone, and newer vimes take rows of
         # zeros for a capture that failed.
         shape = (rows, args.num_layers, args.moe_router_topk)
         experts = getattr(args, "num_experts", None) or args.moe_router_topk
         sample.rollout_routed_experts = numpy.arange(math.prod(shape), dtype=numpy.int32).reshape(shape) % experts
+
+
+def has_expert_rows(args: Any, sample: Any) -> bool:
+    """Whether each token but the last has its row, where they are replayed."""
+    if not getattr(args, "use_rollout_routing_replay", False):
+        return True
+    return _length(sample.rollout_routed_experts) == max(0, len(sample.tokens) - 1)
 
 
 def _length(values: Any) -> int | None:

@@ -1,6 +1,7 @@
 """Advantages: vime's own where nothing was lost, and nobody's changed where something was."""
 
 import ast
+import math
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -131,8 +132,75 @@ def test_the_setting(monkeypatch):
 
 
 def test_a_reward_that_is_missing_is_an_error():
-    with pytest.raises(TypeError):
-        rewards([sample(RIGHT), sample(RIGHT, reward=None)])
+    with pytest.raises(ValueError, match="reward of sample 3 cannot be trained on: None"):
+        rewards([sample(RIGHT), sample(RIGHT, reward=None, index=3)])
+
+
+def test_the_raw_rewards_of_the_lost_leave_the_mean_of_the_others():
+    """vime's rollout/raw_reward is the mean of all."""
+    overlong = sample(WRONG, remove_sample=True, metadata={"retool": {"untrained": "overlong"}})
+    raw, normalized = advantages.normalize(
+        make_args(), [sample(RIGHT), lost(), sample(WRONG), lost(1), overlong], "accuracy"
+    )
+    assert (
+        raw == pytest.approx([RIGHT, -1 / 3, WRONG, -1 / 3, WRONG]) and normalized[4] == 0
+    )  # it was wrong all the same
+    assert advantages.normalize(make_args(), [lost()], "accuracy") == ([0.0], [0.0])
+    with pytest.raises(ValueError, match="normalize-advantages"):
+        advantages.normalize(make_args(normalize_advantages=True), [lost()], "accuracy")
+
+
+WRONGS = [sample(score) for score in (-1.1, -1.0, -0.9, -0.6)]
+
+
+@pytest.mark.parametrize(
+    "group, kind, by_score",
+    [
+        ([sample(RIGHT), sample(WRONG)], "mixed", "mixed"),
+        ([sample(RIGHT)] * 3 + [lost()], "all_right", "all_right"),
+        (WRONGS, "all_wrong", "mixed"),
+        ([sample(RIGHT), sample(WRONG, remove_sample=True), lost()], "lost", "lost"),
+        ([[sample(RIGHT)], [sample(WRONG), lost()]], "mixed", "mixed"),
+        ([sample(RIGHT), sample(WRONG, loss_mask=[0, 0])], "lost", "lost"),
+    ],
+)
+def test_a_group_is_kept_if_it_is_trained_on(monkeypatch, group, kind, by_score):
+    for spread, expected in (("accuracy", kind), ("score", by_score)):
+        monkeypatch.setitem(plugin.TOOL_CONFIGS, "advantage_spread", spread)
+        found = plugin.keep_group(make_args(), group)
+        assert found.keep is (expected == "mixed") and found.reason == (None if found.keep else expected)
+        assert found.keep == any(plugin.normalize_rewards(make_args(), group)[1])
+
+
+@pytest.mark.parametrize("reward", [math.nan, math.inf, None, {}, {"score": None}, {"score": "high"}, 1.0, {"acc": 1}])
+def test_a_reward_that_cannot_be_used_loses_its_sample(caplog, reward):
+    batch = [sample(RIGHT), sample(WRONG), sample(WRONG, reward=reward, index=7), sample(RIGHT, 1), sample(WRONG, 1)]
+    raw, normalized = plugin.normalize_rewards(make_args(), batch)
+    assert batch[2].remove_sample and batch[2].metadata["retool"]["untrained"] == "no_reward"
+    assert (
+        normalized[2] == 0
+        and normalized[:2] == rewards([sample(RIGHT), sample(WRONG)])
+        and all(map(math.isfinite, raw))
+    )
+    assert batch[2].reward["score"] == 0 and "sample 7 of group 0" in caplog.text
+    with pytest.raises(ValueError, match="2 of 3 samples have no reward .*the first of them sample 8 of group 0"):
+        plugin.normalize_rewards(make_args(), [sample(RIGHT), *(sample(0, reward=reward, index=i) for i in (8, 9))])
+
+
+@pytest.mark.parametrize("acc", [math.nan, None, "yes"])
+def test_an_accuracy_that_cannot_be_used_loses_its_sample(acc):
+    batch = [sample(RIGHT), sample(WRONG), sample(0, reward={"score": 1.0, "acc": acc})]
+    assert plugin.normalize_rewards(make_args(), batch)[1][2] == 0 and batch[2].remove_sample
+
+
+def test_a_lost_sibling_of_a_fan_out_is_no_type_error():
+    """vime gives none of them a reward then, and its own metrics read all."""
+    aborted = sample(0, reward=None, status=Sample.Status.ABORTED, rollout_id=5)
+    fan_out = [sample(RIGHT, reward=None, rollout_id=5), aborted]
+    batch = [sample(RIGHT, rollout_id=3), sample(WRONG, rollout_id=4), *fan_out]
+    assert plugin.keep_group(make_args(), [batch[:1], batch[1:2], fan_out]).keep
+    assert plugin.normalize_rewards(make_args(), batch)[1][2:] == [0, 0] and all(one.remove_sample for one in fan_out)
+    assert [one.reward["score"] for one in batch] == [RIGHT, WRONG, 0, 0]
 
 
 @pytest.fixture(scope="module")

@@ -443,12 +443,18 @@ def test_a_turn_cut_by_a_limit_is_truncated_and_not_acted_on(rollout, tool, limi
     assert sample.status == Sample.Status.TRUNCATED and retool(sample)["end_reason"] == limit and tool.codes == []
 
 
+@pytest.mark.parametrize("evaluation", [False, True])
 @pytest.mark.parametrize("params, args", [({"max_new_tokens": 0}, {}), ({}, {"max_tokens_per_gpu": 10})])
-def test_no_room_at_all(rollout, tool, params, args):
-    sample = rollout.run([], params=params, **args)
+def test_no_room_at_all(rollout, tool, params, args, evaluation):
+    args = {"eval_max_context_len": 10} if args and evaluation else args
+    sample = rollout.run([], params=params, evaluation=evaluation, **args)
     assert sample.status == Sample.Status.TRUNCATED and rollout.requests == []
     assert sample.response == "" and sample.loss_mask == [] and sample.rollout_log_probs == []
     assert retool(sample)["end_reason"] == ("context" if args else "length")
+    assert (
+        sample.remove_sample is not evaluation and (sample.reward is None) is evaluation
+    )  # there it is a wrong answer
+    assert retool(sample).get("untrained") == (None if evaluation else "nothing_sampled")
 
 
 @pytest.mark.parametrize("limit", ["context", "length"])
@@ -496,6 +502,40 @@ def test_near_the_end_of_the_budget_nothing_is_shown_as_empty(rollout, tool, sai
             assert len(body) >= 50 and sample.loss_mask[::-1].index(0) >= ANSWER_TOKENS
         ends.add(0 in sample.loss_mask)
     assert ends == {True, False}
+
+
+@pytest.mark.parametrize("limit", ["length", "context"])
+def test_overlong_samples(rollout, tool, monkeypatch, limit):
+    """As wrong ones, not trained on, or with a score that falls with what is left of the budget."""
+    probe = rollout.run([ANSWER])
+    prompt, length = len(probe.tokens) - probe.response_length, probe.response_length
+
+    def score(setting, room, evaluation=False):
+        monkeypatch.setitem(tool_sandbox.TOOL_CONFIGS, "overlong", setting)
+        kind = (
+            {"max_tokens_per_gpu": prompt + room, "eval_max_context_len": prompt + room} if limit == "context" else {}
+        )
+        params = {"max_new_tokens": room} if limit == "length" else {}
+        sample = rollout.run([ANSWER], params=params, evaluation=evaluation, **kind)
+        return sample, asyncio.run(plugin.reward_func(None, sample))["score"]
+
+    for setting, room, expected in [
+        ("wrong", length, 1.0),
+        (100, length + 100, 1.0),
+        (100, length + 25, 0.25),
+        (100, length, 0.0),
+    ]:
+        sample, found = score(setting, room)
+        assert found == pytest.approx(expected) and not sample.remove_sample
+    assert score(100, length, evaluation=True)[1] == 1.0
+    assert score(10, length - 20)[1] == -2.1 + 0.0 and score("wrong", length - 20)[1] == -1.1
+    for evaluation in (False, True):
+        sample, found = score("mask", length - 20, evaluation)
+        assert sample.remove_sample is not evaluation and found == -1.1 and sample.status == Sample.Status.TRUNCATED
+        assert retool(sample).get("untrained") == (None if evaluation else "overlong")
+    for wrong in ("masked", 0, -5, True, 1.5, None):
+        with pytest.raises(ValueError, match="overlong is"):
+            score(wrong, length)
 
 
 def test_turn_cap(rollout, tool, monkeypatch):
@@ -569,7 +609,7 @@ def test_an_aborted_request(rollout, tool, finish, vime_aborts):
 
     sample = rollout.run([Turn(call("1")), Turn(call("2"), finish=finish, log_probs=None, before=now)])
     assert tool.codes == ["1"] and sample.response.endswith("<|im_start|>assistant\n")
-    assert retool(sample)["end_reason"] == "abort"
+    assert retool(sample)["end_reason"] == ("abort" if vime_aborts else "engine_abort")
     if vime_aborts:
         assert sample.status == Sample.Status.ABORTED and sample.reward is None and not sample.remove_sample
     else:
@@ -734,6 +774,7 @@ def test_an_empty_answer_is_a_turn(rollout, tool, monkeypatch):
     monkeypatch.setitem(tool_sandbox.TOOL_CONFIGS, "max_turns", 2)
     sample = rollout.run([Turn("", log_probs=None), Turn("", log_probs={"content": []})])
     assert sample.status == Sample.Status.TRUNCATED and retool(sample)["turns"] == 2
+    assert sample.remove_sample and sample.reward["score"] == 0 and retool(sample)["untrained"] == "nothing_sampled"
 
 
 def test_aborting_between_turns_starts_none(rollout, tool):
@@ -785,6 +826,38 @@ def test_a_sandbox_failure_loses_the_sample(rollout, tool):
     sample = rollout.run([Turn(call("1"))])
     assert_lost(sample)
     assert retool(sample)["end_reason"] == "infrastructure_error" and sample.response == call("1")
+
+
+def test_a_sample_that_fails_for_ever_is_given_up(rollout, tool, caplog):
+    """A fully asynchronous rollout starts an ABORTED one again."""
+    rollout.run([ANSWER])  # so the engine has answered, and a refusal costs one sample
+    sample = Sample(prompt="Q", label="42", index=17)
+    for attempt in range(3):
+        assert sample.status != Sample.Status.FAILED
+        rollout.run([Turn(status=400, body="too long")], sample=sample)
+        assert (
+            sample.remove_sample and sample.reward["score"] == 0 and retool(sample)["failed_attempts"] == attempt + 1
+        )
+    assert sample.status == Sample.Status.FAILED and "sample 17 is given up: it failed 3 times: " in caplog.text
+    assert asyncio.run(plugin.reward_func(None, [sample]))[0]["score"] == 0  # as --group-rm asks for it
+    rollout.run([ANSWER], sample=sample)
+    assert (
+        sample.status == Sample.Status.COMPLETED
+        and not sample.remove_sample
+        and "failed_attempts" not in retool(sample)
+    )
+
+
+def test_an_engine_that_aborts_everything_stops_the_run(rollout, tool, monkeypatch):
+    now = SimpleNamespace(seconds=0.0)
+    monkeypatch.setattr(failures.time, "monotonic", lambda: now.seconds)
+    for _ in range(50):  # at one moment, as an update of the weights may do it
+        assert_lost(rollout.run([Turn("x", finish="abort")]))
+    rollout.run([ANSWER])
+    with pytest.raises(plugin.TooManyFailures, match="finish_reason abort"):
+        for _ in range(20):
+            now.seconds += 1
+            rollout.run([Turn("x", finish="cancelled")])
 
 
 def test_many_failures_stop_the_run(rollout, tool):

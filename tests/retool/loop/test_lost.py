@@ -38,6 +38,8 @@ LOST = {
     "to captures that do not fit": [call("1"), "misfit"],
     "to an abort of the engine's in the first turn": ["abort"],
     "to an abort of the engine's in the second turn": [call("1"), "abort"],
+    "to answers that stay empty": ["", "", ""],
+    "to a prompt without room": None,
 }
 
 
@@ -66,7 +68,8 @@ class Batches:
         tool.answer = broken
 
     def turn(self, text: str, payload) -> Turn:
-        said = ANSWER if text in ("unusable", "misfit", "abort") else text
+        """One answer; "empty, no rows" is "" of an engine that sends no expert rows for it."""
+        said = "" if text == "empty, no rows" else ANSWER if text in ("unusable", "misfit", "abort") else text
         ids = self.rollout.tokenizer.sampled(said)[: 9 if text == "abort" else None]
         values = [-(i + 1) / 1000 for i in range(len(ids))]
         content = [
@@ -77,7 +80,7 @@ class Batches:
         if self.mode["rollout_top_p"] != 1 and self.sends_sets:
             extra["sampling_mask"] = [[t + 1, t] for t in ids]
             extra["sampling_mask_logprobs"] = [[-0.5, v] for v in values]
-        if self.mode["use_rollout_routing_replay"]:
+        if self.mode["use_rollout_routing_replay"] and text != "empty, no rows":
             start = payload["sampling_params"].get("routed_experts_prompt_start", 0)
             rows = len(payload["token_ids"]) + len(ids) - 1 - start + (text == "misfit")
             shape = (rows, 2, 2)
@@ -89,18 +92,20 @@ class Batches:
         finish = "abort" if text == "abort" else "stop"
         return Turn(ids=ids, finish=finish, extra=extra, log_probs=None if unusable else {"content": content})
 
-    def sample(self, texts: list[str], index: int, **more):
+    def sample(self, texts: list[str] | None, index: int, **more):
+        more |= {"max_tokens_per_gpu": 10} if texts is None else {}
         sample = self.kind(prompt="What is 6 * 7?", label="42", index=index, group_index=0, rollout_id=index)
         params = {"top_p": self.mode["rollout_top_p"]}
-        script = lambda payload, turn: self.turn(texts[turn], payload)  # noqa: E731
+        script = lambda payload, turn: self.turn(texts[min(turn, len(texts) - 1)], payload)  # noqa: E731
         self.rollout.run(script, sample=sample, params=params, **self.mode, **more)
-        if sample.reward is None:
+        if sample.reward is None and sample.status != Sample.Status.ABORTED:
             sample.reward = asyncio.run(plugin.reward_func(None, sample))
         return sample
 
     def batch(self, how: str) -> list:
         made = [self.sample(texts, i) for i, texts in enumerate([[call("1"), ANSWER], LOST[how]] * 2)]
         assert [sample.remove_sample for sample in made] == [False, True] * 2
+        assert all(sample.metadata["retool"]["untrained"] for sample in made[1::2])
         return made
 
 
@@ -128,6 +133,24 @@ def test_the_newest_vime_converts_every_batch(rollout, tool, monkeypatch, mode, 
     for order in orders(batch):
         found = convert(args, order)
         assert not wanted.get("use_rollout_routing_replay") or len(found["rollout_routed_experts"]) == len(order)
+
+
+@pytest.mark.parametrize(
+    "texts", [["", call("1"), ANSWER], [call("1"), ""], [call("1"), "", ""], [call("1"), "empty, no rows"]]
+)
+@pytest.mark.parametrize("mode", MODES | NEWER_MODES)
+def test_empty_answers_beside_others_are_no_reason_to_lose_a_sample(rollout, tool, monkeypatch, caplog, mode, texts):
+    monkeypatch.setitem(tool_sandbox.TOOL_CONFIGS, "max_turns", max(2, len(texts)))
+    wanted = (MODES | NEWER_MODES)[mode]
+    kind = NewestSample if mode in NEWER_MODES else Sample
+    batches = Batches(rollout, tool, monkeypatch, kind, wanted)
+    args = SimpleNamespace(**batches.mode, num_layers=2, moe_router_topk=2)
+    mixed, good = batches.sample(texts, 0), batches.sample([ANSWER], 1)
+    assert not mixed.remove_sample and any(mixed.loss_mask) and not caplog.records
+    check_sample(mixed, rollout.tokenizer)
+    for order in ([mixed, good], [good, mixed]):
+        convert(args, order)
+        assert all(len(one.rollout_routed_experts) == len(one.tokens) - 1 for one in order if "experts" in mode)
 
 
 def vimes_conversion(args, samples) -> dict:

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import generate_with_retool as plugin
 import pytest
 import tool_sandbox
-from retool import chat, metrics
+from retool import chat, metrics, tracking
 from retool.episode import EndReason
 from retool.observations import Parts, timed_out
 from scripted import Rollout, Turn, call
@@ -25,55 +25,66 @@ END = chat.IM_END
 
 
 def made(
-    calls=(), *, observations=(), end="answer", score=1.0, acc=True, mask=(1, 1, 0, 0), lost=False, turns=2, fake=0
+    calls=(), *, observations=(), end="answer", score=1.0, mask=(1, 1, 0, 0), untrained=None, group=None, turns=2
 ):
-    """A finished sample; `calls` are (outcome, seconds)."""
+    """A finished sample; `calls` are (outcome, seconds), of which 0.1 were spent in the queue."""
     frame = chat.frame("code", turn_ended=False)
-    return SimpleNamespace(
-        metadata={
-            "retool": {
-                "end_reason": end,
-                "turns": turns,
-                "calls": [
-                    {"kind": "code_interpreter", "seconds": s, "outcome": o, "input_chars": 1, "output_chars": 1}
-                    for o, s in calls
-                ],
-                "hallucinated_outputs": fake,
-            }
-        },
+    sizes = {"kind": "code_interpreter", "input_chars": 1, "output_chars": 1}
+    retool = {
+        "end_reason": end,
+        "turns": turns,
+        "calls": [{**sizes, "seconds": s, "outcome": o, "queued": 0.1} for o, s in calls],
+        "hallucinated_outputs": 2 * (end == "length"),
+    } | ({"untrained": untrained} if untrained else {})
+    return Sample(
+        group_index=group,
+        metadata={"retool": retool},
         response="x".join(frame.before + body + frame.after for body in observations),
+        response_length=len(mask),
         loss_mask=list(mask),
-        reward={"score": score, "acc": acc, "pred": ""},
-        remove_sample=lost,
+        reward={"score": score, "acc": score > 0, "pred": ""},
+        remove_sample=untrained is not None,
+        status=Sample.Status[EndReason(end).status],
     )
+
+
+LOST = dict(score=0.0, end="infrastructure_error", untrained="infrastructure_error", mask=(), turns=0)
 
 
 def test_values():
     samples = [
-        made([("ok", 0.1), ("error", 0.3)], score=1.0, acc=True, turns=3),
-        made([("timeout", 10.0)], score=-0.95, acc=False, end="length", mask=(1, 1, 1, 0), fake=2),
-        made([], score=-1.0, acc=False, end="turn_cap", mask=(1,), turns=1),
-        made([], score=0.0, acc=False, end="infrastructure_error", lost=True, mask=(), turns=0),
+        made([("ok", 0.2), ("error", 0.4)], score=1.0, turns=3, group=0),
+        made([("timeout", 10.1), ("ok", 0.2)], score=-0.95, end="length", mask=(1, 1, 1, 0), group=0),
+        made([], score=-1.0, end="turn_cap", mask=(1,), turns=1, group=1),
+        made([], score=1.0, end="context", mask=(1,), turns=1, group=1, untrained="overlong"),
+        made(group=1, **LOST),
+        *(made([], score=score, group=group, turns=0) for group, score in ((2, 1.0), (2, 1.0), (3, -1.0), (3, -1.0))),
     ]
     found = metrics.summarize(samples)
-    assert found["accuracy"] == pytest.approx(1 / 3)
-    assert found["reward"] == pytest.approx((1 - 0.95 - 1) / 3)
-    assert [found[f"reward_by_calls/{n}"] for n in "012"] == [-1.0, -0.95, 1.0]
-    assert "reward_by_calls/3_to_4" not in found
-    assert (found["samples_with_calls"], found["calls_per_sample"], found["turns_per_sample"]) == (0.5, 0.75, 1.5)
-    assert (found["call_seconds/p50"], found["call_seconds/p95"]) == (0.3, 10.0)
-    assert [found[f"outcome/{o}"] for o in ("ok", "error", "timeout")] == [pytest.approx(1 / 3)] * 3
-    assert found["outcome/memory"] == 0
-    assert [found[f"end_reason/{e}"] for e in ("answer", "length", "turn_cap", "abort")] == [0.25, 0.25, 0.25, 0]
-    assert found["observation_tokens"] == pytest.approx(3 / 9)
-    assert (found["hallucinated_outputs"], found["infrastructure_errors"]) == (0.5, 1)
+    assert found["accuracy"] == pytest.approx(4 / 8)  # what is masked as overlong counts, what is lost does not
+    assert found["reward"] == pytest.approx((1 - 0.95 - 1 + 1) / 8)
+    assert [found[f"accuracy_by_calls/{n}"] for n in "02"] == [0.5, 0.5]
+    assert found["reward_by_calls/2"] == pytest.approx(0.025) and "reward_by_calls/3_to_4" not in found
+    assert [found[f"groups/{kind}"] for kind in ("mixed", "all_right", "all_wrong", "lost")] == [0.25] * 4
+    assert [found[f"untrained/{n}"] for n in ("overlong", "infrastructure_error", "no_reward")] == [1 / 9, 1 / 9, 0]
+    assert (found["samples_with_calls"], found["calls_per_sample"]) == (2 / 9, 4 / 9)
+    assert found["queue_seconds/p95"] == 0.1 and found["turns_per_sample"] == pytest.approx(7 / 9)
+    assert (found["run_seconds/p50"], found["run_seconds/p95"]) == pytest.approx((0.1, 10.0))
+    assert found["tool_seconds_per_sample"] == pytest.approx(10.9 / 9)
+    assert found["repaired_errors"] == 0.5  # the timeout was followed by a call that went well, the error by none
+    assert [found[f"outcome/{o}"] for o in ("ok", "error", "timeout", "memory")] == [0.5, 0.25, 0.25, 0]
+    assert (found["response_tokens/right"], found["response_tokens/wrong"]) == (13 / 4, 13 / 4)
+    assert found["truncated_right"] == pytest.approx(1 / 3)
+    assert [found[f"end_reason/{e}"] for e in ("answer", "length", "abort")] == [5 / 9, 1 / 9, 0]
+    assert found["observation_tokens"] == pytest.approx(11 / 26)
+    assert (found["hallucinated_outputs"], found["infrastructure_errors"]) == (2 / 9, 1)
 
 
 def test_what_a_curve_has_nothing_for_is_left_out():
     assert metrics.summarize([]) == {}
     assert metrics.summarize([SimpleNamespace(metadata={}), SimpleNamespace(metadata=None)]) == {}
-    lost = metrics.summarize([made(lost=True, end="infrastructure_error", mask=())])
-    assert not {"accuracy", "reward", "observation_tokens", "call_seconds/p50", "outcome/ok"} & set(lost)
+    lost = metrics.summarize([made(**LOST)])
+    assert not {"accuracy", "reward", "observation_tokens", "run_seconds/p50", "outcome/ok", "groups/lost"} & set(lost)
     assert lost["infrastructure_errors"] == 1
 
 
@@ -86,9 +97,11 @@ def test_a_reward_that_is_one_number_has_no_accuracy():
 
 def everything():
     """Samples after which every metric has a value."""
+    said = ["Error: not allowed: line 1: module 'numpy' is not available."]
     samples = [
-        made([("ok", 0.1)] * calls, observations=["Error: not allowed: line 1: module 'numpy' is not available."])
+        made([("error", 0.1)] * calls, observations=said, score=score, group=0, end="length")
         for calls in (0, 1, 2, 3, 5, 9)
+        for score in (1.0, -1.0)
     ]
     return samples
 
@@ -104,7 +117,7 @@ def test_the_document_names_each_metric_and_no_other():
     for line in DOCUMENT.read_text(encoding="utf-8").splitlines():
         if not line.startswith("| `"):
             continue
-        names, said = line.strip("| ").split(" | ", 1)
+        names, said = line.removeprefix("| ").split(" | ")[:2]
         for name in re.findall(r"`([^`]+)`", names):
             stem = re.sub(r"/(NAME|N)$", "/", name)
             values = re.findall(r"`([^`]+)`", said) if stem != name else [""]
@@ -180,35 +193,39 @@ def place_logging(monkeypatch, place: str | None) -> list:
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_metrics_are_logged_wherever_vime_has_its_logging(monkeypatch, place):
+def test_metrics_are_logged_wherever_vime_has_its_logging(monkeypatch, caplog, place):
+    caplog.set_level("INFO")
     logged = place_logging(monkeypatch, place)
-    assert plugin.log_rollout_data(3, SimpleNamespace(), [made([("ok", 0.5)])], None, 1.0) is False
-    assert plugin.log_eval_rollout_data(4, SimpleNamespace(), {"aime": {"samples": [made([])]}}, None) is False
+    assert plugin.log_rollout_data(3, SimpleNamespace(reward_key="score"), [made([("ok", 0.5)])], None, 1.0) is False
+    aime = {"rewards": [1.0, False, 0.0], "samples": [made([]), made([], score=-1.0), made(**LOST)]}
+    assert plugin.log_eval_rollout_data(4, SimpleNamespace(), {"aime": aime}, None) is False
+    assert aime["rewards"] == [1.0, False, 0.5]  # vime's own mean of them is the accuracy of those that were not lost
     (training, step_key), (evaluation, _) = logged
     assert step_key == "rollout/step" and training["rollout/step"] == 30 and evaluation["eval/step"] == 40
-    assert training["rollout/retool/outcome/ok"] == 1 and "eval/aime/retool/accuracy" in evaluation
+    assert training["rollout/retool/outcome/ok"] == 1 and evaluation["eval/aime/retool/accuracy"] == 0.5
+    assert "rollout 3: {'rollout/retool/accuracy': 1.0" in caplog.text  # also where nothing tracks
 
 
 def test_a_number_that_cannot_be_had_does_not_stop_the_run(monkeypatch, caplog):
     place_logging(monkeypatch, "vime.utils")
     broken = Sample(metadata={"retool": {"end_reason": "answer"}})
-    assert plugin.log_rollout_data(3, SimpleNamespace(), [broken], None, 1.0) is False
+    assert plugin.log_rollout_data(3, SimpleNamespace(reward_key=None), [broken], None, 1.0) is False
     assert "rollout 3 could not be logged" in caplog.text
 
 
 def test_a_vime_without_that_logging_is_not_passed_over_in_silence(monkeypatch):
     place_logging(monkeypatch, None)
     with pytest.raises(ImportError, match="logging_utils neither in vime.observability nor in vime.utils"):
-        plugin.log_rollout_data(3, SimpleNamespace(), [made([("ok", 0.5)])], None, 1.0)
+        plugin.log_rollout_data(3, SimpleNamespace(reward_key="score"), [made([("ok", 0.5)])], None, 1.0)
 
 
 def test_what_vimes_logging_needs_is_named_if_it_is_missing(monkeypatch):
     def import_module(name):
         raise ModuleNotFoundError("No module named 'wandb'", name="wandb")
 
-    monkeypatch.setattr(plugin.importlib, "import_module", import_module)
+    monkeypatch.setattr(tracking.importlib, "import_module", import_module)
     with pytest.raises(ModuleNotFoundError, match="wandb"):
-        plugin.log_rollout_data(3, SimpleNamespace(), [made([("ok", 0.5)])], None, 1.0)
+        plugin.log_rollout_data(3, SimpleNamespace(reward_key="score"), [made([("ok", 0.5)])], None, 1.0)
 
 
 # --- read back from the trackers -------------------------------------------------------------------------------------
@@ -297,7 +314,7 @@ def wandb_history(file: Path) -> list[dict]:
     return rows
 
 
-OWN = {"accuracy": 0.5, "reward": 0.0, "call_seconds/p95": 0.5, "outcome/ok": 1.0, "observation_tokens": 0.5}
+OWN = {"accuracy": 0.5, "reward": 0.0, "run_seconds/p95": 0.5, "outcome/ok": 1.0, "observation_tokens": 0.5}
 
 
 @pytest.mark.parametrize("kind, own", [("rollout", OWN), ("eval", OWN | {"accuracy": 1.0, "reward": 1.0})])
