@@ -52,8 +52,8 @@ def is_given_up(sample: Any) -> bool:
 
 
 def with_the_mean_for_lost(values: list[Any], lost: list[bool]) -> list[Any]:
-    """The mean of the others in the place of each lost one's value, so that the mean of all is theirs; 0 if there are no
-    others."""
+    """The mean of the others in the place of each lost one's value, so that the mean of all is theirs; 0 if there are
+    no others."""
     known = [float(value) for value, gone in zip(values, lost, strict=True) if not gone]
     mean = math.fsum(known) / len(known) if known else 0.0
     return [mean if gone else value for value, gone in zip(values, lost, strict=True)]

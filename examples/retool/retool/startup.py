@@ -75,8 +75,8 @@ def check(args: Any, configs: dict[str, Any]) -> None:
         and not getattr(args, "debug_rollout_only", False)
     ):
         logger.warning(
-            "--n-samples-per-prompt 1 with --advantage-estimator %s trains nothing: a sample is compared with the others "
-            "of its prompt, and there are none. Raise it, or pass --disable-rewards-normalization",
+            "--n-samples-per-prompt 1 with --advantage-estimator %s trains nothing: a sample is compared with the "
+            "others of its prompt, and there are none. Raise it, or pass --disable-rewards-normalization",
             estimator,
         )
 

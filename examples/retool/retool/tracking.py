@@ -38,8 +38,8 @@ def log(kind: str, rollout_id: int, args: Any, samples: dict[str, Iterable[Any]]
 
 
 def _observability(name: str) -> Any:
-    """A module of vime's observability, imported when it is used: it imports wandb, which whoever only rolls out need not
-    have."""
+    """A module of vime's observability, imported when it is used: it imports wandb, which whoever only rolls out need
+    not have."""
     for package in ("vime.observability", "vime.utils"):  # from September 2026 on, and before
         try:
             return importlib.import_module(f"{package}.{name}")
