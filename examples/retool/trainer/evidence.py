@@ -17,7 +17,7 @@ from typing import NamedTuple
 LEAST_ACCURACY = 0.9
 MOST_DIFFERENCE = 1e-5  # nats, mean over the trained tokens of a step, both sides in float32
 START_ACCURACY = (0.3, 0.7)  # "about a half"
-CONTROL_ACCURACY = 0.05  # that a control may move
+CONTROL_ACCURACY = 0.05  # that a control may move from the first third of its steps to the last
 METRICS = re.compile(r" - (step|eval) (\d+): (\{.*\})")
 
 
@@ -51,8 +51,9 @@ def faults(found: Evidence) -> list[str]:
     before, after = (found.evaluations[number].accuracy for number in (min(found.evaluations), max(found.evaluations)))
     if not START_ACCURACY[0] <= before <= START_ACCURACY[1]:
         lines.append(f"accuracy after SFT is {before:.2f}, not about a half")
-    if found.control and abs(after - before) > CONTROL_ACCURACY:
-        lines.append(f"with shuffled rewards accuracy went from {before:.2f} to {after:.2f}, and should have stayed")
+    early, late = thirds(found.steps)
+    if found.control and abs(late - early) > CONTROL_ACCURACY:
+        lines.append(f"with shuffled rewards accuracy went from {early:.2f} to {late:.2f}, and should have stayed")
     if not found.control and after < LEAST_ACCURACY:
         lines.append(f"accuracy after RL is {after:.2f}, under {LEAST_ACCURACY}")
     for step in found.steps:
@@ -70,6 +71,14 @@ def faults(found: Evidence) -> list[str]:
     if not found.exported < MOST_DIFFERENCE:
         lines.append(f"transformers on the export and the engine differ by {found.exported:.1e}")
     return lines
+
+
+def thirds(steps: Sequence[Step]) -> tuple[float, float]:
+    """Mean accuracy over the first and over the last third of the steps: ten times the episodes of an evaluation, of which
+    one alone is off by 0.04 by chance."""
+    size = max(1, len(steps) // 3)
+    early, late = (sum(step.accuracy for step in part) / size for part in (steps[:size], steps[-size:]))
+    return early, late
 
 
 def logged(log: Path) -> dict[str, dict[int, dict[str, float]]]:

@@ -438,6 +438,8 @@ def finish(run: Run, found: Evidence, seconds: float) -> None:
     worst = max(step.difference for step in found.steps)
     caption = f"seed {run.seed}{', rewards shuffled' * run.control}: {held[0].episodes} held-out problems, accuracy {accuracy}"
     say(f"{caption}, episodes with a call {calls}, in {seconds / 60:.0f} min")
+    early, late = evidence.thirds(found.steps)
+    say(f"accuracy of the rollouts, first and last third of the steps: {early:.2f} -> {late:.2f}")
     say(
         f"log-probs of {trained} trained tokens, engine against Megatron: largest mean difference of a step {worst:.1e}"
     )

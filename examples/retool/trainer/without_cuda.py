@@ -281,6 +281,8 @@ def _layers() -> types.SimpleNamespace:
 
         def __init__(self, config: Any, *args: Any, softmax_scale: float | None = None, **_: Any):
             super().__init__(config=config)
+            if config.context_parallel_size > 1:
+                raise NotImplementedError("the CPU layer has no attention across context parallel ranks")
             self.scale = softmax_scale
 
         def forward(
