@@ -22,6 +22,7 @@ from typing import NamedTuple
 from retool.chat import shorten
 
 NO_OUTPUT = "No output. Use print(...) to see a value."
+AFRESH = "Every call starts afresh: define it in this call."  # as in sandbox/child.py, of a NameError
 MAX_TRACEBACK_CALLS = 8  # as in sandbox/child.py, which runs in the jail; so are the next two
 MAX_LINE_CHARS = 200
 MAX_RECURSION = 1_000_000  # calls; no traceback says more, and a text that does is none
@@ -152,6 +153,8 @@ def read_published(text: str, code: str, seconds: float, memory_bytes: int) -> P
     last = exception.rpartition("\n")[2]
     if re.match(r"(?:\w+\.)*Timeout(?:Error|Exception|Expired)?\b", last) and "imeout" not in code:
         return parts._replace(exception="", notice=timed_out(seconds))
+    if last.startswith("NameError: "):
+        return parts._replace(notice=AFRESH)
     if last.startswith("MemoryError") or last.endswith("._ArrayMemoryError"):
         return parts._replace(notice=memory_hint(memory_bytes))
     return parts
@@ -182,6 +185,8 @@ def _short_traceback(exception: str, code: str) -> str:
 def _one_traceback(exception: str, code: str) -> str:
     lines = exception.split("\n")
     if lines[0] != _HEADING:
+        # A script's indentation is reported without the mark that the sandbox puts below its line.
+        exception = re.sub(r"(\n    [^ ].*)(?=\nIndentationError: unexpected indent\Z)", r"\1\n    ^", exception)
         return re.sub(r'\A  File "[^"\n]*", (?=line \d+\n)', "", exception)
     calls, message = _frames(lines[1:])
     shift = _shift(calls, code.split("\n"))

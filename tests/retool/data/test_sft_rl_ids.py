@@ -104,7 +104,6 @@ def published_text(turns: list[tuple[str, str, str]], last: str) -> str:
     return f"{text}\n{last}\n<answer>\n\\boxed{{42}}\n</answer>"
 
 
-RECURSION = "def f(n):\n    return f(n + 1)\nprint('go')\nf(0)"
 ROWS = {  # the words and the code of each turn, and the last words
     "one call": ([("I compute it.", "print(6 * 7)")], "So it is 42."),
     "no call": ([], "Six sevens are 42."),
@@ -152,7 +151,6 @@ ROWS = {  # the words and the code of each turn, and the last words
 # What RL shows otherwise than a converted row, and why: the rows cannot know better.
 DIFFERENT = {
     "the value of the last line, which a script does not show": "x = 6 * 7\nx",
-    "how deep Python recurses before it gives up": RECURSION,
     "what draws at random": "import random\nprint(random.random())",
     "how long it took": "import time\nprint(time.time())",
     "why the program exits, which a script writes like an error of its own": "import sys\nsys.exit('no solution')",
@@ -263,7 +261,11 @@ def trace(first: int, file: str = "/tmp/tmpa/tmpb.py", source: bool = True, mark
         (CODE, trace(17), f"{SHORT}ZeroDivisionError: division by zero"),  # twelve lines stood before the code
         (f"\n\n{CODE}\n", trace(7), f"{SHORT}ZeroDivisionError: division by zero"),
         (CODE, "ZeroDivisionError: division by zero", "Error: ZeroDivisionError: division by zero"),
-        (CODE, "a\nNameError: name 'y' is not defined", "Output:\na\n\nError: NameError: name 'y' is not defined"),
+        (
+            CODE,
+            "a\nNameError: name 'y' is not defined",
+            "Output:\na\n\nError: NameError: name 'y' is not defined\n" + observations.AFRESH,
+        ),
         ("try:\n    f()\nexcept Exception as e:\n    print(repr(e))", "ValueError: x", "Output:\nValueError: x"),
         (CODE, "a\nError: 3", "Output:\na\nError: 3"),
         (CODE, "TimeoutError", TIMED_OUT),
