@@ -163,7 +163,7 @@ def read_published(text: str, code: str, seconds: float, memory_bytes: int) -> P
 def _is_error_line(line: str) -> bool:
     found = _ERROR_LINE.fullmatch(line)
     kind = getattr(builtins, found["type"], None) if found else None
-    return isinstance(kind, type) and issubclass(kind, Exception)
+    return isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, Warning)
 
 
 def _split_warnings(written: str) -> tuple[str | None, str]:
