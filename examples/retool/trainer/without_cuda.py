@@ -9,7 +9,7 @@ What is stood in for (one function here for each, named in REPAIRS):
     NCCL                            gloo
     Transformer Engine              the same layers and parameter names in plain torch, so that vime's and mbridge's
                                     tables of weights apply; attention by torch's own, sequence for sequence
-    Apex's FusedAdam                the same arithmetic in plain torch
+    Apex's FusedAdam                the same arithmetic in plain torch; a run in float32 can be gone on with
     fused kernels of Megatron       off, whatever the flags say
     triton, torch_memory_saver,     empty modules; what they are for does not happen on a CPU
     wandb (where it is missing)
@@ -406,7 +406,12 @@ def _optimizer(module: Any) -> None:
 
 
 def _distributed_optimizer(module: Any) -> None:
+    import torch
+
     module.Adam, module.HAVE_APEX_OR_TE, module.USING_APEX_OPTIMIZER = _adam(), True, True
+    # In float32 the optimizer's parameters are the model's own, into which Megatron cannot copy what it has saved.
+    optimizer = module.DistributedOptimizer
+    optimizer.load_state_dict = torch.no_grad()(optimizer.load_state_dict)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
