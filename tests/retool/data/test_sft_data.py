@@ -438,7 +438,9 @@ def test_convert_leaves_its_row_alone():
 plain_text = st.text(st.characters(blacklist_categories=["Cs"], blacklist_characters="<`\\"), max_size=40)
 
 
-printed = plain_text.filter(lambda text: not re.search("error|exception|time|iteration", text, re.I))  # else no plain output
+printed = plain_text.filter(
+    lambda text: not re.search("error|exception|time|iteration", text, re.I)
+)  # else no plain output
 
 
 @given(st.lists(st.tuples(plain_text, plain_text.filter(str.strip), printed), max_size=5), plain_text)
