@@ -139,7 +139,7 @@ class Setting:
 
 def outcome(sample) -> dict:
     written = {name: value for name, value in sample.metadata["retool"].items() if name != "calls"}
-    calls = [{**call, "seconds": 0} for call in sample.metadata["retool"]["calls"]]
+    calls = [{**call, "seconds": 0, "queued": 0} for call in sample.metadata["retool"]["calls"]]
     names = ("tokens", "response", "loss_mask", "rollout_log_probs", "response_length", "tool_call_count", "status")
     return {name: getattr(sample, name) for name in names} | {"retool": written, "calls": calls}
 

@@ -40,7 +40,7 @@ def cluster(plugin, ray_cluster):
 @pytest.fixture
 def sandboxes(plugin):
     """Finds the processes of the plugin's sandboxes: they have its folder among their arguments."""
-    folder = os.fsencode(plugin / "retool" / "sandbox")
+    folder = os.fsencode(plugin)
 
     def find(ticks: int = 0) -> set[int]:
         """Those that used so much of a processor."""
@@ -49,7 +49,7 @@ def sandboxes(plugin):
             if entry.name.isdigit():
                 with contextlib.suppress(OSError):
                     used = (entry / "stat").read_text().rpartition(") ")[2].split()[11:13]
-                    if folder in (entry / "cmdline").read_bytes() and sum(map(int, used)) >= ticks:
+                    if folder in (entry / "cmdline").read_bytes().split(b"\0") and sum(map(int, used)) >= ticks:
                         found.add(int(entry.name))
         return found
 
