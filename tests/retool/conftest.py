@@ -33,6 +33,14 @@ for signum in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
     if signal.getsignal(signum) == signal.SIG_IGN:
         signal.signal(signum, signal.default_int_handler if signum == signal.SIGINT else lambda *_: None)
 
+try:
+    from hypothesis import settings
+except ImportError:  # the files that need it say so themselves
+    pass
+else:
+    settings.register_profile("retool", deadline=None)  # how long an example takes is up to what else runs
+    settings.load_profile("retool")
+
 SLOW = {
     "engine": "starts vLLM on the CPU",
     "ray": "starts a Ray cluster",

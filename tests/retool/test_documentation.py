@@ -146,7 +146,7 @@ def number(value: float) -> str:
 
 
 def word(value: float) -> str:
-    words = {2: "two", 3: "three", 10: "ten", 100: "hundred"}
+    words = {2: "two", 3: "three", 10: "ten", 30: "thirty", 100: "hundred"}
     return words[round(value)]
 
 
@@ -185,7 +185,7 @@ def sentences() -> Iterator[tuple[str, str]]:
     problems = flag("rl", "n-samples-per-eval-prompt")
     yield "README.md", f"every {flag('rl', 'eval-interval')} steps ({problems} samples per problem"
     yield "README.md", f"more than one in a {word(1 / data_io.MAX_BAD_SHARE)}"
-    yield "docs/sandbox.md", f"waited for a processor {word(call.MAX_WAITS)} times its limit"
+    yield "docs/sandbox.md", f"waited for a processor {word(call.MAX_WAITS)} times its limit, and {word(call.MIN_WAIT_SECONDS)}"
     yield "docs/sandbox.md", f"seen within {word(ray_pool.REFRESH_SECONDS)} seconds"
 
 

@@ -226,7 +226,7 @@ def test_vimes_rules_are_vimes(qwen3_tokenizer):
 TEXT = st.text("ab \n\t.,é∑\"'\\{}()[]=+#1", max_size=25)
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.tuples(TEXT, TEXT, st.sampled_from(["", "\n", "!"])), max_size=3), TEXT)
 def test_the_ids_of_any_conversation_are_the_same(rollout, turns, last):
     printed = [(words, f"print({text!r}, end={end!r})", text + end) for words, text, end in turns]

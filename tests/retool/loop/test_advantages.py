@@ -229,7 +229,7 @@ def vimes():
 SCORES = st.sampled_from([RIGHT, -1.1, -1.05, -1.0, -0.95, -0.6])
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     groups=st.integers(2, 5).flatmap(
         lambda size: st.lists(st.lists(SCORES, min_size=size, max_size=size), min_size=1, max_size=4)

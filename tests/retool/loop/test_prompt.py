@@ -106,7 +106,7 @@ TURNS = st.one_of(
 )
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(TURNS, max_size=6), st.sampled_from([[], [SYSTEM]]), st.sampled_from(["user", "tool"]), TEXT)
 def test_any_conversation_is_as_the_template(qwen3_tokenizer, turns, system, last, text):
     messages = system + turns + [{"role": last, "content": text}]

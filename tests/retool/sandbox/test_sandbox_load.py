@@ -306,7 +306,7 @@ def used(**given) -> call._TimeUsed:
         (used(cpu=1000.0), "processor time"),
         (used(cpu=20.0, waited=980.0), "processor time"),
         (used(cpu=1.0, waited=900.0), "slept"),
-        (used(wall=25.0, cpu=0.1, ready=True), "SandboxError: a call got 0.10 seconds"),  # a wait that still lasts
+        (used(wall=45.0, cpu=0.1, ready=True), "SandboxError: a call got 0.10 seconds"),  # a wait that still lasts
         (used(cpu=1.0, waited=999.0), "SandboxError: a call got 1.00 seconds of processor time in 1000 seconds"),
         (used(wall=2.1, cpu=0.1, waited=2.0), "ok"),  # short work on a busy machine
     ],

@@ -29,8 +29,10 @@ from retool.sandbox.pool import POOL, Call, Worker, WorkerKey
 from retool.sandbox.results import Reply, SandboxError
 
 RECORDS_PER_WAKE = 8  # then the loop's other callbacks have their turn
-# How often its limit a call may stand ready and wait for a processor, until the machine is taken to be overloaded.
+# How often its limit a call may stand ready and wait for a processor, until the machine is taken to be overloaded, and
+# how long at least: a short limit is soon waited for ten times.
 MAX_WAITS = 10
+MIN_WAIT_SECONDS = 30.0
 # Where the kernel does not tell how long a process waited, it is taken to be at most this part of its time.
 UNKNOWN_WAIT = 0.75
 LOOK_SECONDS = 0.05  # between two looks at a call that computes or waits for a processor
@@ -42,6 +44,11 @@ BUSY_ERRORS = {"EAGAIN", "ETOOMANYREFS", "EMFILE", "ENFILE", "ENOBUFS", "ENOMEM"
 
 class _NotStarted(Exception):
     """The call's request was never read, so it can be sent again; the text says why."""
+
+
+def longest_wait(timeout: float) -> float:
+    """Seconds that a call may stand ready and wait for a processor."""
+    return max(MAX_WAITS * timeout, MIN_WAIT_SECONDS)
 
 
 class _Starved(Exception):
@@ -230,7 +237,7 @@ class _Conversation:
             with contextlib.suppress(OSError):
                 self.call.leash.send(wire.TIME_UP)
             self.wake_in(MAX_FLUSH_SECONDS, self.finish)
-        elif waited >= MAX_WAITS * self.timeout:
+        elif waited >= longest_wait(self.timeout):
             got = f"a call got {used.cpu:.2f} seconds of processor time in {used.wall:.0f} seconds"
             self.finish(_Starved(got))
         else:

@@ -128,7 +128,7 @@ class Cluster:
 
         deadline = time.monotonic() + MAX_LOST_SECONDS
         # A node that is cut off answers nothing, and Ray takes its time to say so.
-        longest = 2 * ((1 + call.MAX_WAITS) * timeout + pool.MAX_START_SECONDS)
+        longest = 2 * (timeout + call.longest_wait(timeout) + pool.MAX_START_SECONDS)
         failed: set[_Node] = set()
         reason = "no node is there"
         while True:
