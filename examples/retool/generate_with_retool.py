@@ -22,12 +22,12 @@ Invariants, on every way out, a cancellation at any await included:
   sampled is never tokenized again, only observations are encoded.
 - len(loss_mask) == len(rollout_log_probs) == response_length and tokens == prompt ids + response ids. The mask is 1 on
   sampled tokens, 0 on observations.
-- A mistake of the model becomes an observation. After an infrastructure error (EngineError, SandboxError) the sample is
-  ABORTED and never trained on; many of them stop the run. Nor is one in which nothing was sampled.
+- A mistake of the model becomes an observation. After an infrastructure error (EngineError, SandboxError) the sample
+  is ABORTED and never trained on; many of them stop the run. Nor is one in which nothing was sampled.
 
 How the model is spoken to is retool/chat.py, what it says retool/actions.py, what a turn asks of the engine
-retool/request.py, the wire retool/engine.py, what ends a run retool/failures.py, the reward retool/reward.py, the tools
-tool_sandbox.py. This module is the only one that imports vime.
+retool/request.py, the wire retool/engine.py, what ends a run retool/failures.py, the reward retool/reward.py, the
+tools tool_sandbox.py. This module is the only one that imports vime.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""What the model's calls of tools come to: which tools there are, which code may run, and what the model is told of it.
+"""What the model's calls of tools come to: which tools there are, which code may run, and what the model is told of
+it.
 
     host process (any event loops, in any threads)            |  jail (``retool/sandbox/worker.py``, no privileges)
                                                               |
@@ -12,14 +13,14 @@ With RETOOL_SANDBOX=ray, `execute_code` hands the call to a node of the Ray clus
 
 Contract. Whatever the model's code does is an observation: a text (``ToolOutput``) that says what was printed or went
 wrong. Whatever the sandbox does wrong is an infrastructure error (``SandboxError``), never an observation, since a
-model must not be trained on it. Cancelling the task that awaits a call ends the call at once. Nothing starts at import;
-workers start at the first call, are shared by all loops and threads of the process, and end with it, even if it is
-killed. Linux only.
+model must not be trained on it. Cancelling the task that awaits a call ends the call at once. Nothing starts at
+import; workers start at the first call, are shared by all loops and threads of the process, and end with it, even if
+it is killed. Linux only.
 
-Invariants. No code of the model's is parsed, compiled, matched or walked outside the jail. The limit on concurrent calls
-is taken in ``ToolRegistry.execute_tool`` and nowhere else. No byte from the jail is trusted: a record is text to show or
-one of a few letters, and what a call may send, hold and last is bounded. The host waits for no process while a loop
-runs: closing a call's sockets is what kills its child.
+Invariants. No code of the model's is parsed, compiled, matched or walked outside the jail. The limit on concurrent
+calls is taken in ``ToolRegistry.execute_tool`` and nowhere else. No byte from the jail is trusted: a record is text to
+show or one of a few letters, and what a call may send, hold and last is bounded. The host waits for no process while a
+loop runs: closing a call's sockets is what kills its child.
 
 Why this way, with numbers: docs/design.md.
 """
@@ -65,8 +66,8 @@ TOOL_CONFIGS: dict[str, Any] = {
     "max_turns": 20,
     "max_tool_calls": 16,
     "tool_concurrency": 32,
-    # Seconds: what ends at all ends in a part of this, and a batch waits for its slowest sample. What a call waits for a
-    # processor does not count, since a busy machine must not make its work look too slow.
+    # Seconds: what ends at all ends in a part of this, and a batch waits for its slowest sample. What a call waits for
+    # a processor does not count, since a busy machine must not make its work look too slow.
     "python_timeout": 10.0,
     # What one call may map beside the interpreter. With all calls at their limit it is 32 GB of the machine's memory.
     "python_memory_limit": "1GB",
@@ -79,8 +80,9 @@ TOOL_CONFIGS: dict[str, Any] = {
     "max_failure_rate": 0.5,
     # What a wrong answer gains by each call whose code ran, in score; 0 leaves right and wrong alone.
     "tool_bonus": 0.05,
-    # By what a group of samples is seen to differ, so that it is trained on: "accuracy", or "score" as vime has it. In a
-    # group without a right answer only the reward for calling the tool differs, and normalization makes it full size.
+    # By what a group of samples is seen to differ, so that it is trained on: "accuracy", or "score" as vime has it. In
+    # a group without a right answer only the reward for calling the tool differs, and normalization makes it full
+    # size.
     "advantage_spread": "accuracy",
     # What becomes of a sample that uses up its budget of tokens: "wrong", scored as any other; "mask", not trained on;
     # or a number: as fewer tokens of the budget are left than that, its score falls, by 1 in the end (DAPO).
@@ -112,10 +114,10 @@ CLUSTER = _cluster()
 class PythonSandbox:
     """Runs model-written Python.
 
-    `allowed_modules` may be widened. A call whose source names a library runs under a worker that has loaded it, others
-    pay nothing for it. Such a worker may read below the library directories, for late imports, and its calls can tell
-    by a path whether a file is there, and its size. A library that evaluates strings, as sympy does, gives up the
-    source policy; the jail is the same.
+    `allowed_modules` may be widened. A call whose source names a library runs under a worker that has loaded it,
+    others pay nothing for it. Such a worker may read below the library directories, for late imports, and its calls
+    can tell by a path whether a file is there, and its size. A library that evaluates strings, as sympy does, gives up
+    the source policy; the jail is the same.
     """
 
     def __init__(
@@ -172,7 +174,8 @@ class PythonSandbox:
         return worker_keys(frozenset(self.allowed_modules), self.memory_bytes, self._layers_off)
 
     def preload(self) -> None:
-        """Have the workers started that calls will need, libraries loaded; returns at once. Calls do not depend on it."""
+        """Have the workers started that calls will need, libraries loaded; returns at once. Calls do not depend on
+        it."""
         for key in self._keys():
             CLUSTER.preload(key) if CLUSTER else POOL.start(key)
 

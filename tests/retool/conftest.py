@@ -1,9 +1,10 @@
-"""What every test file needs: the plugin and vime on the path, and the real Qwen3 tokenizer where the test command put it.
+"""What every test file needs: the plugin and vime on the path, and the real Qwen3 tokenizer where the test command put
+it.
 
 vime is the checkout that VIME_ROOT names, else the one that these files lie in, else the stand-in beside this file.
 
-Tests that take minutes carry a marker of SLOW. They are skipped with the reason, unless RETOOL_ALL_TESTS=1 (which run.sh
-sets) or any `-m` expression asks for them.
+Tests that take minutes carry a marker of SLOW. They are skipped with the reason, unless RETOOL_ALL_TESTS=1 (which
+run.sh sets) or any `-m` expression asks for them.
 """
 
 import os
@@ -27,8 +28,8 @@ for folder in (VIME, TESTS, EXAMPLE):
 # Every user of the machine may connect to a cluster's ports. Read when Ray is imported.
 os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
 
-# Started by nohup, or in the background of a script, a process ignores these signals, and so does all that it starts. What
-# is handled, if only by doing nothing, starts at its default in a program that is started.
+# Started by nohup, or in the background of a script, a process ignores these signals, and so does all that it starts.
+# What is handled, if only by doing nothing, starts at its default in a program that is started.
 for signum in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
     if signal.getsignal(signum) == signal.SIG_IGN:
         signal.signal(signum, signal.default_int_handler if signum == signal.SIGINT else lambda *_: None)
@@ -56,7 +57,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """In a vime checkout `pytest tests/` is for vime's own tests: ours run where this folder or a part of it is named."""
+    """In a vime checkout `pytest tests/` is for vime's own tests: ours run where this folder or a part of it is
+    named."""
     named = (Path(config.invocation_params.dir, argument.split("::")[0]).resolve() for argument in config.args)
     return True if IN_VIME and not any(path.is_relative_to(TESTS) for path in named) else None
 

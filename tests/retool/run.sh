@@ -76,8 +76,8 @@ for argument in "$@"; do # a file or folder that is named takes the place of all
 done
 
 # Tests wait for other processes more than they compute: two lanes run side by side, about as long as each other, and
-# after them what measures time. In the second are engines, trainers, browsers and one Ray cluster; what is not named here
-# is in the first.
+# after them what measures time. In the second are engines, trainers, browsers and one Ray cluster; what is not named
+# here is in the first.
 waiting=(tests/retool/{train,cpu,view} tests/retool/loop/test_{ending,posters}.py)
 waiting+=(tests/retool/sandbox/test_sandbox_ray.py tests/retool/test_surroundings.py)
 timing=(tests/retool/sandbox/test_sandbox_load.py tests/retool/loop/test_linear.py)

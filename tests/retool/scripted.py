@@ -1,4 +1,5 @@
-"""What the tests of the loop share: an engine that is a real HTTP server on loopback and plays a script, and a tokenizer.
+"""What the tests of the loop share: an engine that is a real HTTP server on loopback and plays a script, and a
+tokenizer.
 
 The engine tokenizes its script character by character, while `PairTokenizer` encodes pairs of letters as one id: text
 that is decoded and encoded again never gives back the ids that were sampled. So a loop that does that cannot pass.

@@ -13,9 +13,9 @@ NAME = "a folder whose name is long and has blanks in it, as they are on other s
 def worst(folder: Path, cache: str, **more: str) -> dict[str, Any]:
     """What `subprocess` is given to start a command so.
 
-    A home folder with a long path, and what is kept below it; modules of the caller's that break whoever imports them; no
-    proxy that answers, no cluster; another locale and time zone; files closed to others; no terminal and no stdin; signals
-    that are ignored, as `nohup` and a script's background leave them.
+    A home folder with a long path, and what is kept below it; modules of the caller's that break whoever imports them;
+    no proxy that answers, no cluster; another locale and time zone; files closed to others; no terminal and no stdin;
+    signals that are ignored, as `nohup` and a script's background leave them.
 
     Args:
         folder: where the home folder is made.

@@ -1,4 +1,5 @@
-"""Paths that the user may not look at, as /root is to everyone else: taken as not there, and named where they were asked for.
+"""Paths that the user may not look at, as /root is to everyone else: taken as not there, and named where they were
+asked for.
 
 The launch scripts' part is in launch/test_launch_checks.py.
 """

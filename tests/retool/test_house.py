@@ -93,7 +93,8 @@ MAY_IMPORT = {
     "launch": {"launch", "retool.paths", "retool.processes", "retool.supervise"},
     # The CPU run plays the trainer's part, so it goes through vime's rollout; nothing imports it.
     "cpu": {"cpu", "retool", "tool_sandbox", "generate_with_retool", "vime", "view", "view_rollouts"},
-    # The third command: the CPU run's engine and folders, the launch scripts by their names, vime's rewards in its control.
+    # The third command: the CPU run's engine and folders, the launch scripts by their names, vime's rewards in its
+    # control.
     "trainer": {
         "trainer",
         "cpu",
@@ -172,6 +173,39 @@ def test_a_module_is_short_enough_to_be_read(module):
     assert len(MODULES[module].read_text().splitlines()) <= MAX_LINES_OF.get(module, MAX_LINES)
 
 
+# Width ---------------------------------------------------------------------------------------------------------------
+
+
+def prose(path: Path) -> list[tuple[int, str]]:
+    """(number, line) of what can be wrapped by hand: in Python comments and docstrings, since black wraps its code and
+    what is longer there is data; in Markdown all but tables, pictures and commands."""
+    lines = list(enumerate(path.read_text().splitlines(), 1))
+    if path.suffix == ".py":
+        tree = ast.walk(ast.parse(path.read_text()))
+        holders = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+        strings = [node.body[0] for node in tree if isinstance(node, holders) and ast.get_docstring(node)]
+        wrapped = {number for one in strings for number in range(one.lineno, (one.end_lineno or 0) + 1)}
+        return [(number, line) for number, line in lines if number in wrapped or line.lstrip().startswith("# ")]
+    if path.suffix == ".md":
+        text = re.sub(
+            r"^```.*?^```", lambda block: "\n" * block.group().count("\n"), path.read_text(), flags=re.M | re.S
+        )
+        return [(n, line) for n, line in enumerate(text.splitlines(), 1) if not line.startswith(("|", "!["))]
+    return lines if path.suffix in (".js", ".html", ".css") else [one for one in lines if one[1].startswith("# ")]
+
+
+def test_what_a_person_wraps_is_at_most_119_columns_wide():
+    suffixes = (".py", ".md", ".js", ".html", ".css", ".sh", ".toml", ".txt")
+    wide = [
+        f"{shown(path)}:{number}"
+        for path in our_files()
+        if path.suffix in suffixes and path.name != "CHANGELOG.md"
+        for number, line in prose(path)
+        if len(line) > 119 and not re.match(r"# +\S+ .*(&&|\||pip |python )", line)  # a command to be copied
+    ]
+    assert wide == []
+
+
 # Names ---------------------------------------------------------------------------------------------------------------
 
 # What code written for earlier versions of this example imports from the two modules.
@@ -244,8 +278,8 @@ def contents(folder: Path) -> dict[Path, bytes]:
 # vime's checks ------------------------------------------------------------------------------------------------------
 
 PYTHON_FILES = r".*\.py"
-# Hooks of .pre-commit-config.yaml: the command of PyPI's package, and the files it is for. black, isort and ruff run in
-# the test command.
+# Hooks of .pre-commit-config.yaml: the command of PyPI's package, and the files it is for. black, isort and ruff run
+# in the test command.
 HOOKS = {
     "check-yaml": (["check-yaml"], r".*\.ya?ml"),
     "check-case-conflict": (["check-case-conflict"], ".*"),

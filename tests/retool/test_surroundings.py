@@ -90,7 +90,7 @@ def test_a_signal_ends_every_lane_once(start, tmp_path, signum):
     assert not list((tmp_path / "cache").glob("tests.*")), "its temporary files were left"
 
 
-# From anywhere --------------------------------------------------------------------------------------------------------
+# From anywhere -------------------------------------------------------------------------------------------------------
 
 # What signals, Ray's sockets, the locale and closed folders have broken.
 PART = [

@@ -2,9 +2,9 @@
 
     python -I launcher.py FOLDER COMMAND ...
 
-stdin is a pipe from the run. When it ends without a word, the run was killed before it could end the server, and all is
-ended; after the byte KEEP the server lives on until this process gets a SIGTERM. FOLDER is the server's directory and
-TMPDIR, and is removed at the end. Exits with the server's code, 128 + signal if a signal ended it or this process.
+stdin is a pipe from the run. When it ends without a word, the run was killed before it could end the server, and all
+is ended; after the byte KEEP the server lives on until this process gets a SIGTERM. FOLDER is the server's directory
+and TMPDIR, and is removed at the end. Exits with the server's code, 128 + signal if a signal ended it or this process.
 """
 
 import os

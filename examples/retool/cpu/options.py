@@ -28,8 +28,8 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
         arguments: the command line without the program; None for this process's own.
 
     Returns:
-        problems, limit (None: all), samples, engine, keep_engine, model, max_tokens, output, seed, examples (None: only
-        for the packaged model) and logprob_limit.
+        problems, limit (None: all), samples, engine, keep_engine, model, max_tokens, output, seed, examples (None:
+        only for the packaged model) and logprob_limit.
 
     Raises:
         SystemExit: after --help with code 0, after a wrong option with code 2 and one line that says what was wrong.

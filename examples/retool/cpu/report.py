@@ -1,4 +1,5 @@
-"""What a run shows: progress, transcripts, the table, the totals, and the log-prob check that decides its exit code."""
+"""What a run shows: progress, transcripts, the table, the totals, and the log-prob check that decides its exit
+code."""
 
 from __future__ import annotations
 

@@ -8,7 +8,8 @@ r"""Real rollouts without a GPU: problems go through the plugin and vime's rollo
                         |
        progress, samples.jsonl as they finish, table, transcripts, log-prob check
 
-vime is the checkout that VIME_ROOT names, else the stand-in in tests/retool/standin; the code here is the same for both.
+vime is the checkout that VIME_ROOT names, else the stand-in in tests/retool/standin; the code here is the same for
+both.
 
 Contract. Exit code 0 only if every sample was rolled out and the engine's log-probs agree with transformers'; else one
 line on stderr says what failed, and the samples that were finished are in samples.jsonl. Whatever ends the run, a

@@ -175,12 +175,12 @@ def start_engine(
         "VLLM_CACHE_ROOT": str(cache_folder() / "vllm"),
         "VLLM_RPC_BASE_PATH": ".",  # its sockets: their paths may have 107 characters, so relative to its directory
         "TORCHDYNAMO_DISABLE": "1",  # vLLM compiles one function in spite of --enforce-eager
-        # The model in the engine's own process instead of one more: up in 38 seconds instead of 57, half a GiB less, as
-        # many tokens a second. vLLM sets the number of threads only for the other process.
+        # The model in the engine's own process instead of one more: up in 38 seconds instead of 57, half a GiB less,
+        # as many tokens a second. vLLM sets the number of threads only for the other process.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(physical_cores())),
-        # Else a thread that waits for one without a processor keeps its own busy: 0.7 instead of 4.5 tokens a second on
-        # two cores of which another program uses one.
+        # Else a thread that waits for one without a processor keeps its own busy: 0.7 instead of 4.5 tokens a second
+        # on two cores of which another program uses one.
         "OMP_WAIT_POLICY": "PASSIVE",
         "HF_HUB_OFFLINE": "1",
     }

@@ -4,8 +4,9 @@
 #   need_python      sets `python` to an interpreter that fits
 #   need_libraries   makes sure that libnuma, which vLLM loads, can be loaded
 #
-# PYTHON names the interpreter. What is missing comes from Debian's or Ubuntu's packages: installed where this is root or
-# sudo asks for no password, else unpacked below RETOOL_CACHE, which needs no rights and changes nothing of the system.
+# PYTHON names the interpreter. What is missing comes from Debian's or Ubuntu's packages: installed where this is root
+# or sudo asks for no password, else unpacked below RETOOL_CACHE, which needs no rights and changes nothing of the
+# system.
 
 # shellcheck source=examples/retool/cpu/cache.sh
 source "$(dirname "${BASH_SOURCE[0]}")/cache.sh"

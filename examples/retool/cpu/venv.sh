@@ -6,7 +6,8 @@
 # PYTHON              the interpreter to build it with (default: system.sh finds one)
 # RETOOL_CACHE        where everything is kept (default: ~/.cache/retool-vime; the rule is in cache.sh)
 # RETOOL_TORCH_INDEX  where torch alone is looked for if pip's own index has no build for the CPU
-# RETOOL_VENV         the environment itself (default: a folder there, named after the requirements and the interpreter)
+# RETOOL_VENV         the environment itself (default: a folder there, named after the requirements and the
+# interpreter)
 #
 # A requirements file counts as installed once its marker, which is written last, is there: after a Ctrl-C the next run
 # goes on where pip was stopped.

@@ -3,8 +3,8 @@
     machine, paths                  need the settings alone
     command                         needs the whole command line of the job
 
-Contract: every check yields one `Finding` for each thing that is wrong, nothing if nothing is. Nothing is written. What
-a flag may be is for vime's own parser (ask_vime.py); here is what it does not look at.
+Contract: every check yields one `Finding` for each thing that is wrong, nothing if nothing is. Nothing is written.
+What a flag may be is for vime's own parser (ask_vime.py); here is what it does not look at.
 """
 
 from __future__ import annotations
@@ -215,7 +215,8 @@ def command(settings: Settings, words: Sequence[str]) -> Iterator[Finding]:
 
 
 def _layout(settings: Settings, words: Sequence[str]) -> Iterator[Finding]:
-    """What vime's parser does not ask of parallel sizes, and what fails minutes later, when the processes are placed."""
+    """What vime's parser does not ask of parallel sizes, and what fails minutes later, when the processes are
+    placed."""
     gpus, nodes = number("--actor-num-gpus-per-node", words) or 1, number("--actor-num-nodes", words) or 1
     engine = number("--rollout-num-gpus-per-engine", words) or 1
     if gpus % engine if engine <= gpus else engine % gpus or gpus * nodes % engine:

@@ -48,7 +48,8 @@ COPY_BYTES = 1 << 16
 
 
 def run(launch: Launch) -> int:
-    """Make the checkpoint if need be, start the cluster, run the job on it, end all of it; returns the job's exit code."""
+    """Make the checkpoint if need be, start the cluster, run the job on it, end all of it; returns the job's exit
+    code."""
     # Ray makes its folder writable for all users, so it gets one below a folder that only this user may enter.
     directory = Path(tempfile.mkdtemp(prefix="retool-", dir=_short_temp_directory()))
     code = supervise(lambda: _run(launch, directory))
@@ -86,7 +87,8 @@ def _short_temp_directory() -> str:
 
 
 def cluster_environment(base: Mapping[str, str], settings: Mapping[str, str], directory: Path) -> dict[str, str]:
-    """The environment of the cluster and the script: loopback only, closed to other users, the wandb key as wandb reads it.
+    """The environment of the cluster and the script: loopback only, closed to other users, the wandb key as wandb
+    reads it.
 
     Args:
         base: the environment of this process.

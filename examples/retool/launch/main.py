@@ -5,9 +5,9 @@
 
     settings -> checks -> model arguments -> vime's own parser -> command -> checkpoint -> Ray
 
-Contract: nothing is started, written or converted before every check has passed, each fault one line. With DRY_RUN=1 the
-commands are printed and nothing else happens; what is missing of data, checkpoints or tools is a warning there. Further
-flags win over the script's own. The exit code is the job's own. The wandb key is only tested for being set.
+Contract: nothing is started, written or converted before every check has passed, each fault one line. With DRY_RUN=1
+the commands are printed and nothing else happens; what is missing of data, checkpoints or tools is a warning there.
+Further flags win over the script's own. The exit code is the job's own. The wandb key is only tested for being set.
 """
 
 from __future__ import annotations

@@ -43,8 +43,8 @@ class Stage(NamedTuple):
 class Settings(NamedTuple):
     """What the environment and the flags after the script's name say. Paths are absolute, without a slash at the end.
 
-    `hf_named` is HF_CHECKPOINT as it was given, "" if it was not; `ref_made` says whether the launch may make REF_LOAD,
-    and `derived` which of REF_LOAD and SAVE are named after HF_CHECKPOINT.
+    `hf_named` is HF_CHECKPOINT as it was given, "" if it was not; `ref_made` says whether the launch may make
+    REF_LOAD, and `derived` which of REF_LOAD and SAVE are named after HF_CHECKPOINT.
     """
 
     stage: Stage

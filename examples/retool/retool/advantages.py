@@ -3,11 +3,11 @@ r"""Advantages in groups of samples of one prompt, which no lost sample bends.
     samples --by group_index--> groups --without the untrained--> (reward - mean) / (std + 1e-6), or 0 for all
 
 Contract (vime's --custom-reward-post-process-path): (raw rewards, rewards), one each per sample, in order. Where no
-sample is lost, all groups are whole and each has spread, they are what vime itself computes. vime's own takes the whole
-batch for one group once group sizes differ, and lets a lost sample's reward of 0 into the mean.
+sample is lost, all groups are whole and each has spread, they are what vime itself computes. vime's own takes the
+whole batch for one group once group sizes differ, and lets a lost sample's reward of 0 into the mean.
 
-Invariants. A sample that is not trained on gets 0 and changes nobody's reward; a lost one has the mean of the others as
-its raw reward, so that vime's `rollout/raw_reward` is theirs. What a group cannot be compared in is not trained on:
+Invariants. A sample that is not trained on gets 0 and changes nobody's reward; a lost one has the mean of the others
+as its raw reward, so that vime's `rollout/raw_reward` is theirs. What a group cannot be compared in is not trained on:
 fewer than two samples left, or, with the spread judged by accuracy, all right or all wrong. There the reward for
 calling the tool would be all the difference, and dividing by its standard deviation would make it as large as that
 between a right answer and a wrong one.

@@ -2,9 +2,9 @@ r"""The wire: vLLM's POST /inference/v1/generate, and nothing else knows it.
 
     request(post, url, payload, headers) --> JSON --> parse_choice, usage --> Completion
 
-Contract: ids go out and ids come back; nothing is tokenized here. `post` is vime's HTTP client, handed in by the caller,
-who looks it up at each call. Whatever is wrong is an exception: EngineRefused where the set-up is wrong and the run must
-stop, EngineError where one episode is lost. An abort is an ordinary answer.
+Contract: ids go out and ids come back; nothing is tokenized here. `post` is vime's HTTP client, handed in by the
+caller, who looks it up at each call. Whatever is wrong is an exception: EngineRefused where the set-up is wrong and
+the run must stop, EngineError where one episode is lost. An abort is an ordinary answer.
 
 Invariant: a log-prob is the engine's own, of the token that was sampled, or there is none; zeros invented here would
 bend the importance ratio, and so would the number that an engine sends in the place of one it does not have.
@@ -48,8 +48,8 @@ class Completion(NamedTuple):
 
 
 class ScoreCentering(NamedTuple):
-    """vime's --use-score-centering needs the sampler's distribution beside each log-prob: its `top_k` most likely tokens,
-    or, where top-p cuts it to few (`top_k` is None), all of them."""
+    """vime's --use-score-centering needs the sampler's distribution beside each log-prob: its `top_k` most likely
+    tokens, or, where top-p cuts it to few (`top_k` is None), all of them."""
 
     top_k: int | None
 
@@ -216,8 +216,8 @@ def parse_choice(choice: dict[str, Any]) -> tuple[list[int], list[float], dict[s
 
     Returns:
         (token ids, log-probs, meta). The log-probs are [] where one of them cannot be used. meta holds
-        finish_reason {"type": "stop" | "length" | "abort"} and what else the choice carries, under the keys that vime's
-        Sample reads.
+        finish_reason {"type": "stop" | "length" | "abort"} and what else the choice carries, under the keys that
+        vime's Sample reads.
     """
     token_ids, log_probs, meta, _ = _read_choice(choice)
     return token_ids, log_probs, meta | _weight_versions({"choices": [choice]})

@@ -109,8 +109,8 @@ class Episode:
     turns: int = 0
     hallucinated: int = 0
     calls: list[CallRecord] = field(default_factory=list)
-    # The turn that goes on: where its ids begin in `sample.tokens` and its text in `sample.response`, how many requests
-    # it took so far, and whether nothing but its action is left to do.
+    # The turn that goes on: where its ids begin in `sample.tokens` and its text in `sample.response`, how many
+    # requests it took so far, and whether nothing but its action is left to do.
     turn_start: int = 0
     text_start: int = 0
     requests: int = 0
@@ -139,7 +139,8 @@ def refuse_unsupported(sample: Any) -> None:
 
 
 class SavedProgress(NamedTuple):
-    """Where an aborted episode stands, beside its sample's own ids, mask and log-probs; in the metadata as plain data."""
+    """Where an aborted episode stands, beside its sample's own ids, mask and log-probs; in the metadata as plain
+    data."""
 
     turns: int
     hallucinated: int
@@ -288,7 +289,8 @@ async def until_aborted(episode: Episode, call: Coroutine[Any, Any, str]) -> str
 
 
 def append_observation(episode: Episode, around: Frame, body: str, said: str) -> bool:
-    """Write what the model is shown after it said `said`; False where too little room is left to show anything of it."""
+    """Write what the model is shown after it said `said`; False where too little room is left to show anything of
+    it."""
     room = episode.limits.room(episode.sample) - ANSWER_TOKENS
     fitting = _fit_observation(episode.state.tokenizer, around, neutralize(body), room)
     if fitting is None:
@@ -319,7 +321,8 @@ def begin_turn(episode: Episode) -> None:
 
 
 def _fit_observation(tokenizer: Any, around: Frame, body: str, room: int) -> tuple[str, list[int]] | None:
-    """Text and ids of the framed observation in at most `room` ids, its body cut to fit; None if nothing of it does."""
+    """Text and ids of the framed observation in at most `room` ids, its body cut to fit; None if nothing of it
+    does."""
     kept = len(body)
     while True:
         text = around.before + shorten(body, kept) + around.after

@@ -1,14 +1,14 @@
 """What ends a run: too many infrastructure errors, or an error that no further episode can escape.
 
-Contract: `count` is called once for every episode that was not aborted, from any thread, and raises TooManyFailures when
-going on would waste the run. `ends_the_run` wraps what vime calls, so that an exception which leaves the plugin ends the
-run also where nobody awaits the task in which it was raised.
+Contract: `count` is called once for every episode that was not aborted, from any thread, and raises TooManyFailures
+when going on would waste the run. `ends_the_run` wraps what vime calls, so that an exception which leaves the plugin
+ends the run also where nobody awaits the task in which it was raised.
 
 Where exceptions go. vime's synchronous rollout and its evaluation await the tasks of `generate`: an exception reaches
 the driver by itself. The fully asynchronous rollout runs them in a worker thread, whose callback logs an exception and
-drops the group: the rollout function waits for ever on a queue that nobody fills. `generate` cannot raise there. So the
-cause is put at the head of that queue in the place of a group, and is raised in the rollout function as it unpacks it:
-in the main thread of the Ray actor, from where it reaches the driver as any other exception does.
+drops the group: the rollout function waits for ever on a queue that nobody fills. `generate` cannot raise there. So
+the cause is put at the head of that queue in the place of a group, and is raised in the rollout function as it unpacks
+it: in the main thread of the Ray actor, from where it reaches the driver as any other exception does.
 
 A rollout function of the user's own may drop exceptions as well, on a loop whose other end is not known here, so that
 nothing can be raised there from inside `generate`. The next best is done: if in a Ray actor a loop that is not vime's
@@ -34,8 +34,8 @@ from typing import Any, NoReturn
 logger = logging.getLogger(__name__)
 
 FAILURE_WINDOW = 64  # episodes
-# A small batch fills the window slowly, and each round of a dead engine lasts a minute: so losing all of them is enough.
-# The seconds, because one worker of the sandbox that dies takes many calls with it at once.
+# A small batch fills the window slowly, and each round of a dead engine lasts a minute: so losing all of them is
+# enough. The seconds, because one worker of the sandbox that dies takes many calls with it at once.
 MAX_LOST_IN_A_ROW = 16
 MIN_SECONDS_IN_A_ROW = 4.0
 MAX_SWALLOWED_SECONDS = 10.0

@@ -1,7 +1,7 @@
 """The one place that writes a sample's tokens: ids, loss mask, log-probs and text move together.
 
-Contract: sampled tokens are trained on, observations are not. What vime's own `Sample.append_response_tokens` would let
-get out of step it refuses, which is an EngineError here. Samples are vime's, used as they come.
+Contract: sampled tokens are trained on, observations are not. What vime's own `Sample.append_response_tokens` would
+let get out of step it refuses, which is an EngineError here. Samples are vime's, used as they come.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ def append(
     if ids and meta:
         # vime's Sample takes one version of the weights for a request, the last.
         sample.weight_versions += meta.get("earlier_weight_versions", [])
-        # An observation before anything was sampled got no top-p sets, since nobody knew yet that the engine sends some.
-        # With score centering vime makes up for it.
+        # An observation before anything was sampled got no top-p sets, since nobody knew yet that the engine sends
+        # some. With score centering vime makes up for it.
         sets = "top_p_token_ids" in meta and "score_centering_top_p" not in meta
         if sets and sample.rollout_top_p_token_ids is None and not any(sample.loss_mask):
             sample.rollout_top_p_token_ids = []

@@ -25,7 +25,8 @@ OUTCOMES = (
     "not_found",
 )
 
-# By which a refusal is counted under its own name: what math models ask for, and what an allowed list may be widened by.
+# By which a refusal is counted under its own name: what math models ask for, and what an allowed list may be widened
+# by.
 REFUSED_MODULES = ("numpy", "sympy", "scipy", "pandas", "matplotlib", "sys", "os", "time", "networkx", "mpmath")
 CALL_BUCKETS = (("0", 0, 0), ("1", 1, 1), ("2", 2, 2), ("3_to_4", 3, 4), ("5_to_8", 5, 8), ("9_or_more", 9, math.inf))
 
@@ -125,7 +126,8 @@ def _read(sample: Any) -> _Record:
 
 
 def _reward(reward: Any) -> tuple[float | None, bool | None]:
-    """(score, whether it is right); a reward that is one number, of a reward function of the user's, has no accuracy."""
+    """(score, whether it is right); a reward that is one number, of a reward function of the user's, has no
+    accuracy."""
     if isinstance(reward, Mapping):
         score, accurate = reward.get("score"), reward.get("acc")
         return (None if score is None else float(score)), (None if accurate is None else bool(accurate))

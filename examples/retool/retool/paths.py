@@ -1,8 +1,8 @@
 """Paths that this user may not look at: taken as not there, and told of where they were named.
 
-Contract: standard library only. `Path.is_file`, `is_dir` and `exists` raise PermissionError below a folder that is closed
-to the user (/root, with the published commands), so the example asks os.path, whose functions answer False. For a path
-that the user named "no such file" would then be the wrong answer: `why_not_found` gives the right one.
+Contract: standard library only. `Path.is_file`, `is_dir` and `exists` raise PermissionError below a folder that is
+closed to the user (/root, with the published commands), so the example asks os.path, whose functions answer False. For
+a path that the user named "no such file" would then be the wrong answer: `why_not_found` gives the right one.
 """
 
 from __future__ import annotations

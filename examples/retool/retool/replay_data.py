@@ -1,9 +1,9 @@
-"""What vime keeps of a sample beside its ids, to replay it in the trainer: the sets that top-p left (--rollout-top-p), the
-sampler's distribution (--use-score-centering), the experts of each token (--use-rollout-routing-replay).
+"""What vime keeps of a sample beside its ids, to replay it in the trainer: the sets that top-p left (--rollout-top-p),
+the sampler's distribution (--use-score-centering), the experts of each token (--use-rollout-routing-replay).
 
 Contract: these have rows for the tokens of a response, or of the whole sample. vime checks them for the whole batch at
-once, so a sample that does not fit takes the others with it: July's vime drops the field for all samples or fails, newer
-vimes refuse the batch.
+once, so a sample that does not fit takes the others with it: July's vime drops the field for all samples or fails,
+newer vimes refuse the batch.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from typing import Any
 
 
 def fill_in(args: Any, sample: Any, top_p_sets: bool) -> None:
-    """Give a sample that is not trained on replay data of the right shapes; those of its response stay where they have it.
+    """Give a sample that is not trained on replay data of the right shapes; those of its response stay where they have
+    it.
 
     Args:
         args: vime's.
@@ -35,8 +36,8 @@ def fill_in(args: Any, sample: Any, top_p_sets: bool) -> None:
         sample.rollout_topk_token_ids = numpy.tile(numpy.arange(count, dtype=numpy.int32), (length, 1))
         sample.rollout_topk_log_probs = numpy.full((length, count), -math.log(count), numpy.float32)
     if not has_expert_rows(args, sample):
-        # All experts in turn. One expert for all tokens would carry the whole sample alone, and newer vimes take rows of
-        # zeros for a capture that failed.
+        # All experts in turn. One expert for all tokens would carry the whole sample alone, and newer vimes take rows
+        # of zeros for a capture that failed.
         shape = (rows, args.num_layers, args.moe_router_topk)
         experts = getattr(args, "num_experts", None) or args.moe_router_topk
         sample.rollout_routed_experts = numpy.arange(math.prod(shape), dtype=numpy.int32).reshape(shape) % experts

@@ -31,6 +31,7 @@ class Step(NamedTuple):
     sampled: int  # tokens, by this module's reading
     trained: int  # tokens, by the masks that reached the trainer (evaluation: by the samples' own)
     misread: int  # positions at which the two differ
+    cut: int  # turns that the loop ended, since the model wrote another token of the chat format
     difference: float  # mean |engine - Megatron| of the log-probs of the trained tokens, as vime logs it; NaN for none
 
 
@@ -66,7 +67,9 @@ def faults(found: Evidence) -> list[str]:
                 f"step {step.number}: {step.misread} tokens are trained on that were not sampled, or not trained on"
             )
     sampled = sum(step.sampled for step in rollouts)
-    if found.generated not in (None, sampled):
+    # What a model wrote behind the end of its turn was generated too, and is in no sample.
+    beyond = 0 if found.generated is None else found.generated - sampled
+    if beyond < 0 or (beyond and not any(step.cut for step in rollouts)):
         lines.append(f"the engine generated {found.generated} tokens, the samples hold {sampled}")
     if not found.exported < MOST_DIFFERENCE:
         lines.append(f"transformers on the export and the engine differ by {found.exported:.1e}")
@@ -74,8 +77,8 @@ def faults(found: Evidence) -> list[str]:
 
 
 def thirds(steps: Sequence[Step]) -> tuple[float, float]:
-    """Mean accuracy over the first and over the last third of the steps: ten times the episodes of an evaluation, of which
-    one alone is off by 0.04 by chance."""
+    """Mean accuracy over the first and over the last third of the steps: ten times the episodes of an evaluation, of
+    which one alone is off by 0.04 by chance."""
     size = max(1, len(steps) // 3)
     early, late = (sum(step.accuracy for step in part) / size for part in (steps[:size], steps[-size:]))
     return early, late
@@ -128,25 +131,31 @@ def read_step(number: int, rollout: Path, train: Path | None, frames: Frames, di
         data = torch.load(train, weights_only=False)["rollout_data"]
         pairs = zip(data["sample_indices"], data["loss_masks"], strict=True)
         masks = {index: mask.bool().tolist() for index, mask in pairs}
-    sampled = {
-        sample["index"]: sampled_mask(sample["tokens"], sample["response_length"], frames) for sample in samples
-    }
+    sampled = misread = cut = 0
+    for sample in samples:
+        length, mask = sample["response_length"], masks[sample["index"]]
+        said = sampled_mask(sample["tokens"], length, frames)
+        for token, own, trained in zip(sample["tokens"][len(sample["tokens"]) - length :], said, mask, strict=True):
+            if token == frames.end:  # the ids do not tell who ended a turn: the engine's own count does
+                sampled, cut = sampled + trained, cut + (own and not trained)
+            else:
+                sampled, misread = sampled + own, misread + (own != trained)
     return Step(
         number=number,
         episodes=len(samples),
         accuracy=sum(bool(sample["reward"]["acc"]) for sample in samples) / len(samples),
         calls=sum(bool(sample["metadata"]["retool"]["calls"]) for sample in samples) / len(samples),
-        sampled=sum(map(sum, sampled.values())),
+        sampled=sampled,
         trained=sum(map(sum, masks.values())),
-        misread=sum(
-            one != other for index in sampled for one, other in zip(sampled[index], masks[index], strict=True)
-        ),
+        misread=misread,
+        cut=cut,
         difference=difference,
     )
 
 
 def compare_export(model: Path, rollout: Path) -> float:
-    """Mean |engine - transformers| of the log-probs of the sampled tokens of a dumped rollout, the model in float32."""
+    """Mean |engine - transformers| of the log-probs of the sampled tokens of a dumped rollout, the model in
+    float32."""
     import torch
     from transformers import AutoModelForCausalLM
 

@@ -1,14 +1,15 @@
-r"""From nothing to a model that has learned, without a GPU: SFT, conversion, RL, evaluation and export by vime's trainer.
+r"""From nothing to a model that has learned, without a GPU: SFT, conversion, RL, evaluation and export by vime's
+trainer.
 
 `train_on_cpu.sh` makes the environment and starts this module; `--help` lists the options.
 
-    toy --> sft_data_processing.py --> retool_qwen3_4b_sft.sh --> retool_qwen3_4b_rl.sh --> vime's converter --> transformers
+    toy --> sft_data_processing.py --> retool_qwen3_4b_sft.sh --> retool_qwen3_4b_rl.sh --> converter --> transformers
                                                                     |         ^
                                                         held-out problems   vLLM on the CPU, weights over the disk
 
-Contract. Exit code 0 only if the model has learned and everything agreed (`trainer.evidence.faults`). Everything lies in
-one folder; a second run with it goes on where the first was, by the checkpoints that vime itself resumes from. Whatever
-ends the run, every process that came from it is ended, and no other.
+Contract. Exit code 0 only if the model has learned and everything agreed (`trainer.evidence.faults`). Everything lies
+in one folder; a second run with it goes on where the first was, by the checkpoints that vime itself resumes from.
+Whatever ends the run, every process that came from it is ended, and no other.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@
          \\-> random weights; the vocabulary is that part of Qwen3's which the toy's texts need
 
 What it shows. A product of two two-digit numbers is nothing that so small a model can work out, but
-`code_interpreter` can. Half of the conversations call it and answer with what it printed; the other half guess at once,
-wrongly. After SFT the model therefore calls the tool about half the time and is right about as often. Which of the two
-ways is better nothing has told it: that is left to RL, which is given the problem and the answer alone.
+`code_interpreter` can. Half of the conversations call it and answer with what it printed; the other half guess at
+once, wrongly. After SFT the model therefore calls the tool about half the time and is right about as often. Which of
+the two ways is better nothing has told it: that is left to RL, which is given the problem and the answer alone.
 
 Contract: the same seed makes the same files. The three sets of pairs have none in common.
 """
@@ -156,8 +156,8 @@ def model_script() -> str:
 def cut_tokenizer(source: Path, target: Path, needed: Iterable[str], size: int) -> None:
     """Write a tokenizer with `size` of the tokens of the one in `source`: the ids are new, the split is the same.
 
-    Kept are the single bytes, the added tokens, what byte-pair encoding makes of the `needed` texts with every merge on
-    the way, and then the most frequent ones until none of the `size` ids is without a token.
+    Kept are the single bytes, the added tokens, what byte-pair encoding makes of the `needed` texts with every merge
+    on the way, and then the most frequent ones until none of the `size` ids is without a token.
     """
     data = json.loads((source / "tokenizer.json").read_text(encoding="utf-8"))
     merges = [tuple(merge.split(" ") if isinstance(merge, str) else merge) for merge in data["model"]["merges"]]

@@ -19,9 +19,9 @@ What is stood in for (one function here for each, named in REPAIRS):
     names that vLLM 0.32 moved      where vime's July checkout looks for them
     vLLM's packed linear layers     plain ones (in the engine's process, see `_plain_linear`)
 
-The environment of the trainer imports this module when Python starts (`trainer.sources.make_environment`), before anything of the above;
-each repair is made when the module that it is for has been imported. With RETOOL_ENGINE_WITHOUT_CUDA=1 only those of
-the engine are made.
+The environment of the trainer imports this module when Python starts (`trainer.sources.make_environment`), before
+anything of the above; each repair is made when the module that it is for has been imported. With
+RETOOL_ENGINE_WITHOUT_CUDA=1 only those of the engine are made.
 """
 
 from __future__ import annotations
@@ -565,8 +565,8 @@ def install() -> None:
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # torch.compile would want a C++ compiler, and minutes
     sys.meta_path.insert(0, _Finder(ENGINE_REPAIRS if engine else REPAIRS, makes=not engine))
     if not engine and sys.version_info[:2] == (3, 11):
-        # Python 3.11 alone pickles a member of an enum by its name, which vime's convert_torch_dist_to_hf.py, that puts
-        # dummies in the place of Megatron's classes, cannot read back.
+        # Python 3.11 alone pickles a member of an enum by its name, which vime's convert_torch_dist_to_hf.py, that
+        # puts dummies in the place of Megatron's classes, cannot read back.
         import enum
 
         enum.Enum.__reduce_ex__ = lambda self, protocol: (type(self), (self._value_,))  # type: ignore[method-assign]

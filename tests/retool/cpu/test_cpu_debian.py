@@ -3,8 +3,9 @@ there, and TMPDIR is too small for anything and nothing in it can be executed.
 
     pytest -m debian tests/retool/cpu/test_cpu_debian.py      as root, with debootstrap; about half an hour
 
-Each root is made by debootstrap, entered in a mount namespace of its own, and removed after its tests. The machine's own
-settings of pip come along, with the files that they name; what was downloaded once is kept until the last root is done.
+Each root is made by debootstrap, entered in a mount namespace of its own, and removed after its tests. The machine's
+own settings of pip come along, with the files that they name; what was downloaded once is kept until the last root is
+done.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The CPU run for real: vLLM, vllm-router and the packaged model, about a minute each; tests/retool/run.sh installs them."""
+"""The CPU run for real: vLLM, vllm-router and the packaged model, about a minute each; tests/retool/run.sh installs
+them."""
 
 from __future__ import annotations
 
@@ -32,8 +33,8 @@ pytestmark = [
 def real(tmp_path_factory):
     """One short run as a user starts it, with colors, and a second one against the engine that it kept.
 
-    The first one from the worst surroundings: besides, no compiler is on the PATH, and TMPDIR is longer than a socket's
-    path may be.
+    The first one from the worst surroundings: besides, no compiler is on the PATH, and TMPDIR is longer than a
+    socket's path may be.
     """
     folder = tmp_path_factory.mktemp("real")
     tmpdir = folder / ("x" * 120)

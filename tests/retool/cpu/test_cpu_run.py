@@ -264,7 +264,8 @@ def litter_of(log: Path) -> Path:
 
 
 def test_servers_leave_no_temporary_file_and_no_shared_memory(tmp_path, cache):
-    """One that is stopped, one that is killed, one whose run is killed; side by side, since each waits out its grace."""
+    """One that is stopped, one that is killed, one whose run is killed; side by side, since each waits out its
+    grace."""
     logs = {end: tmp_path / f"{end}.log" for end in ("stopped", "killed", "run killed")}
     ports = dict(zip(logs, free_ports(3), strict=True))
     run = f"""if True:

@@ -1,4 +1,5 @@
-"""What the scripts of the CPU run do before Python takes over: input answered first, an environment, pip's failures."""
+"""What the scripts of the CPU run do before Python takes over: input answered first, an environment, pip's
+failures."""
 
 from __future__ import annotations
 
@@ -189,7 +190,8 @@ def self_signed(path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory):
-    """An environment with a real pip and nothing else: ours, since a Debian's Python may be without the one it brings."""
+    """An environment with a real pip and nothing else: ours, since a Debian's Python may be without the one it
+    brings."""
     folder = tmp_path_factory.mktemp("venv") / "venv"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
     [packages] = folder.glob("lib/python3*/site-packages")

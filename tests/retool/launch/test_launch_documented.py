@@ -106,7 +106,8 @@ for line in sys.stdin:
 
 @pytest.fixture(scope="module")
 def parsers():
-    """Takes the place of `main.run_parser`: the real vime's where it is, else the tests' own in a process of its own."""
+    """Takes the place of `main.run_parser`: the real vime's where it is, else the tests' own in a process of its
+    own."""
     if not REAL:
         yield main.run_parser
         return

@@ -1,4 +1,5 @@
-"""What several files of the loop's tests share: a rollout over a scripted engine, and a tool in the sandbox's place."""
+"""What several files of the loop's tests share: a rollout over a scripted engine, and a tool in the sandbox's
+place."""
 
 import asyncio
 from types import SimpleNamespace

@@ -3,8 +3,8 @@
     python estimators.py
 
 A process of its own, since Megatron's groups are one for a process. Needs VIME_ROOT and MEGATRON_ROOT. Each line is
-{"estimator", "options", "error" or "gradient": the largest difference of the gradient on the tokens of the samples that
-are trained on, "lost": the largest on those of the others}.
+{"estimator", "options", "error" or "gradient": the largest difference of the gradient on the tokens of the samples
+that are trained on, "lost": the largest on those of the others}.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""What vime of October 2026 does with a sample's captures, as far as the plugin meets it: how they are appended, and what the
-conversion of a batch for the trainer asks of them.
+"""What vime of October 2026 does with a sample's captures, as far as the plugin meets it: how they are appended, and
+what the conversion of a batch for the trainer asks of them.
 
 Written from reading vime at 2b83ea20 (vime/utils/types.py, vime/data/batch_builder.py, vime/utils/score_centering.py,
-vime/utils/routed_experts.py), which the tests cannot install. It refuses what that vime refuses; `rollout_routed_experts`
-are kept as one array, where vime also keeps lists and references to files.
+vime/utils/routed_experts.py), which the tests cannot install. It refuses what that vime refuses;
+`rollout_routed_experts` are kept as one array, where vime also keeps lists and references to files.
 """
 
 from __future__ import annotations

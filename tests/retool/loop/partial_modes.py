@@ -1,4 +1,5 @@
-"""Partial rollouts through vime's own rollout functions: an engine that is told to abort gives back what it has sampled.
+"""Partial rollouts through vime's own rollout functions: an engine that is told to abort gives back what it has
+sampled.
 
     python partial_modes.py WORKDIR
 
@@ -31,7 +32,8 @@ SLICE, SLICE_SECONDS = 8, 0.03
 
 
 class Engine:
-    """Samples the script of a prompt, a slice at a time. An odd prompt's second turn is long, so that it is aborted."""
+    """Samples the script of a prompt, a slice at a time. An odd prompt's second turn is long, so that it is
+    aborted."""
 
     def __init__(self, whole: bool, aborts_by_itself: bool):
         self.whole, self.aborts_by_itself, self.asked = whole, aborts_by_itself, 0

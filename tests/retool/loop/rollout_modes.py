@@ -2,9 +2,9 @@
 
     python rollout_modes.py WORKDIR MODE:FAULT ...
 
-The tests read what it leaves: for every pair WORKDIR/MODE:FAULT.log with all that the process wrote, and one JSON object
-on stdout with its exit status and the seconds it took, -1 for a process that had to be killed. Everything is imported
-once and then forked. Needs VIME_ROOT, as the tests that call it do.
+The tests read what it leaves: for every pair WORKDIR/MODE:FAULT.log with all that the process wrote, and one JSON
+object on stdout with its exit status and the seconds it took, -1 for a process that had to be killed. Everything is
+imported once and then forked. Needs VIME_ROOT, as the tests that call it do.
 """
 
 from __future__ import annotations

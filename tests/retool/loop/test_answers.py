@@ -30,7 +30,8 @@ def test_the_table_covers_both_sides():
 
 
 def test_families_of_pairs():
-    """No right answer is missed and no wrong one taken for right; `python answer_pairs.py` shows how others judge them."""
+    """No right answer is missed and no wrong one taken for right; `python answer_pairs.py` shows how others judge
+    them."""
     judged = [pair for pair in pairs() if equal(pair.pred, pair.label) is not pair.equal]
     assert not judged and len(pairs()) > 1141
 

@@ -333,7 +333,7 @@ def test_a_stop_that_repeats_inside_a_string_does_not_ask_forever(rollout, tool)
     assert tool.codes == ["x = '''"] and sample.status == Sample.Status.COMPLETED
 
 
-# --- tokens of the chat format that the model writes itself ------------------------------------------------------------
+# --- tokens of the chat format that the model writes itself ----------------------------------------------------------
 
 
 NEXT_TURNS = "\n<|im_start|>user\nGood. Another one?<|im_end|>\n<|im_start|>assistant\nAnswer: \\boxed{42}<|im_end|>"

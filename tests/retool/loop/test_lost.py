@@ -218,7 +218,7 @@ def test_a_lost_sample_that_comes_back_brings_nothing_along(rollout, tool, monke
     assert not lost.remove_sample
 
 
-# --- continued samples ------------------------------------------------------------------------------------------------
+# --- continued samples -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", MODES | NEWER_MODES)

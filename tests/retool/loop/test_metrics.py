@@ -294,7 +294,8 @@ def tensorboard_scalars(folder: Path) -> dict:
 
 
 def wandb_history(file: Path) -> list[dict]:
-    """A run's file is a log of LevelDB's format: blocks of 32 KiB with records in pieces, after seven bytes of its own."""
+    """A run's file is a log of LevelDB's format: blocks of 32 KiB with records in pieces, after seven bytes of its
+    own."""
     from wandb.proto import wandb_internal_pb2
 
     data, rows, piece, position = file.read_bytes(), [], b"", 7

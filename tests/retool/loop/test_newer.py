@@ -1,4 +1,5 @@
-"""What depends on the model's template and on the age of vime: thinking models, score centering, expert rows, prompts."""
+"""What depends on the model's template and on the age of vime: thinking models, score centering, expert rows,
+prompts."""
 
 import asyncio
 import base64
@@ -128,7 +129,8 @@ def test_the_models_own_thought_is_read_as_one(monkeypatch, tool):
 
 
 def test_qwen3s_own_templates(qwen3_tokenizer):
-    """The hybrid's, from its checkpoint, and that of the models that always think, which differs in this place only."""
+    """The hybrid's, from its checkpoint, and that of the models that always think, which differs in this place
+    only."""
     open_ = chat.read_template_prefix
     assert open_(qwen3_tokenizer, {}) == open_(qwen3_tokenizer, {"enable_thinking": True}) == ""
     assert open_(qwen3_tokenizer, {"enable_thinking": False}) == EMPTY_THOUGHT
@@ -254,7 +256,8 @@ VIMES = "vime.rollout.on_policy_distillation.post_process_rewards"
 @pytest.mark.parametrize("hook", [None, OURS, VIMES])
 @pytest.mark.parametrize("kind", ["vllm", None])
 def test_a_served_teacher_is_refused_at_the_first_sample(rollout, hook, kind):
-    """vime's loss would miss the teacher's log-probs after the first rollout, or its hook fail on the first lost sample."""
+    """vime's loss would miss the teacher's log-probs after the first rollout, or its hook fail on the first lost
+    sample."""
     with pytest.raises(RuntimeError, match="--use-opd with a served teacher"):
         rollout.run([], use_opd=True, opd_type=kind, custom_reward_post_process_path=hook)
 

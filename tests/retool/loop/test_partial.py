@@ -1,4 +1,5 @@
-"""Partial rollouts: an episode that is aborted at any await, and continued, is the one that nothing had interrupted."""
+"""Partial rollouts: an episode that is aborted at any await, and continued, is the one that nothing had
+interrupted."""
 
 import asyncio
 import json
@@ -175,8 +176,8 @@ def test_an_abort_at_any_await_changes_nothing(monkeypatch, texts, way):
 
 @pytest.mark.parametrize("texts", TURNS.values(), ids=TURNS.keys())
 def test_the_newest_vime_keeps_whatever_was_sampled(monkeypatch, texts):
-    """It asks the engines for what they have, or cancels the task where `generate` says so, and drops a group in which no
-    aborted sample has a response."""
+    """It asks the engines for what they have, or cancels the task where `generate` says so, and drops a group in which
+    no aborted sample has a response."""
     kept, step = 0, 0
     while True:
         broken = Setting(monkeypatch, texts)
@@ -249,7 +250,7 @@ def test_books_that_do_not_agree_are_not_continued(monkeypatch):
     assert setting.sample.metadata["retool"]["turns"] == 4
 
 
-# Through vime's own rollouts ------------------------------------------------------------------------------------------
+# Through vime's own rollouts -----------------------------------------------------------------------------------------
 
 HERE = Path(__file__).resolve().parent
 

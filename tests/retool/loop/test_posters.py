@@ -1,4 +1,5 @@
-"""A cancelled request behind vime's Ray posters (--use-distributed-post): why `generate` then offers no cancellation."""
+"""A cancelled request behind vime's Ray posters (--use-distributed-post): why `generate` then offers no
+cancellation."""
 
 import json
 import os

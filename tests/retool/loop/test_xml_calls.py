@@ -1,4 +1,5 @@
-"""Qwen3-Coder's calls through the whole loop: stopped inside, finished in the same turn, answered as a tool's output."""
+"""Qwen3-Coder's calls through the whole loop: stopped inside, finished in the same turn, answered as a tool's
+output."""
 
 import pytest
 import tool_sandbox

@@ -474,7 +474,8 @@ async def library_memory(quick: bool) -> list[Figure]:
 
 
 def on_nodes(count: int) -> None:
-    """Calls a second on a cluster of one and of `count` nodes, and what a call costs more than in the local sandbox."""
+    """Calls a second on a cluster of one and of `count` nodes, and what a call costs more than in the local
+    sandbox."""
     rates = {}
     for nodes in (1, count):
         code = NODES.format(nodes=nodes, example=os.fspath(EXAMPLE), tests=os.fspath(Path(__file__).parent))

@@ -1,4 +1,5 @@
-"""Many calls of different needs, a busy machine, a chatty program, an infrastructure that fails: what is lost, and what it costs."""
+"""Many calls of different needs, a busy machine, a chatty program, an infrastructure that fails: what is lost, and
+what it costs."""
 
 import asyncio
 import gc

@@ -1,4 +1,5 @@
-"""The sandbox inside Ray's workers, where vime runs it: they are nice 15, and may be killed or cancelled at any time."""
+"""The sandbox inside Ray's workers, where vime runs it: they are nice 15, and may be killed or cancelled at any
+time."""
 
 import asyncio
 import contextlib

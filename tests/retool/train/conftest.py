@@ -1,4 +1,5 @@
-"""A tiny run of the third command's own stages, which the tests of the trainer share: SFT, an engine, two steps of RL."""
+"""A tiny run of the third command's own stages, which the tests of the trainer share: SFT, an engine, two steps of
+RL."""
 
 import os
 

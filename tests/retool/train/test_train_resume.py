@@ -17,7 +17,8 @@ pytestmark = pytest.mark.train
 
 
 def test_a_run_that_was_killed_in_a_step_does_none_twice_and_leaves_none_out(reinforced):
-    """kill -9 of the trainer once its third step is through; the run that goes on ends where one ends that was let be."""
+    """kill -9 of the trainer once its third step is through; the run that goes on ends where one ends that was let
+    be."""
     batches = [samples_of(run.dumped(reinforced, "rl", "rollout_0.pt"))] * 4
     flags = ["--lr", "1e-3", "--save-interval", "1"]
     whole = replay(reinforced, "whole", batches, *flags)

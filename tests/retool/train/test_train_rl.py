@@ -27,7 +27,9 @@ def test_what_is_trained_on_is_what_the_engine_generated(reinforced):
     found = run.read_evidence(reinforced)
     rollouts = [*found.steps, *found.evaluations.values()]
     assert [step.misread for step in rollouts] == [0] * 4
-    assert sum(step.trained for step in rollouts) == sum(step.sampled for step in rollouts) == found.generated > 500
+    trained, cut = sum(step.trained for step in rollouts), sum(step.cut for step in rollouts)
+    assert trained == sum(step.sampled for step in rollouts) > 500
+    assert found.generated == trained or (cut and found.generated > trained)
 
 
 def test_loss_and_gradient_are_those_of_plain_transformers(reinforced, sft_model):
@@ -56,7 +58,8 @@ def empty(sample):
 
 
 def varied(samples):
-    """The batch as it is, and with lost and empty samples in the first, a middle and the last place, and a whole group."""
+    """The batch as it is, and with lost and empty samples in the first, a middle and the last place, and a whole
+    group."""
     places = [[0], [5], [len(samples) - 1], [0, 1, 2, 3], [0, 1, 2], [5, len(samples) - 1]]
     batches = [samples]
     for spoil in (lost, empty):
@@ -68,7 +71,8 @@ def varied(samples):
 
 @pytest.fixture(scope="session")
 def batches(reinforced):
-    """With the engine's log-probs moved off Megatron's, up and down by turns, so that there is something to correct."""
+    """With the engine's log-probs moved off Megatron's, up and down by turns, so that there is something to
+    correct."""
     samples = samples_of(run.dumped(reinforced, "rl", "rollout_0.pt"))
     for sample in samples:
         reported = enumerate(sample["rollout_log_probs"])

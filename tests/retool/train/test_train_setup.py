@@ -157,7 +157,7 @@ def test_which_tokens_the_model_sampled_is_read_from_the_ids_alone(response, sai
 
 def step(number=0, **changes):
     same = {"number": number, "episodes": 8, "accuracy": 0.5, "calls": 0.5, "sampled": 10, "trained": 10}
-    return Step(**{**same, "misread": 0, "difference": 1e-7, **changes})
+    return Step(**{**same, "misread": 0, "cut": 0, "difference": 1e-7, **changes})
 
 
 GOOD = Evidence(
@@ -181,6 +181,8 @@ GOOD = Evidence(
     ({"steps": [step(0, misread=1), step(1)]}, "were not sampled"),
     ({"generated": 41}, "the engine generated 41 tokens, the samples hold 40"),
     ({"generated": None}, None),
+    ({"generated": 41, "steps": [step(0, cut=1), step(1)]}, None),
+    ({"generated": 39, "steps": [step(0, cut=1), step(1)]}, "the engine generated 39 tokens, the samples hold 40"),
     ({"exported": float("nan")}, "transformers on the export"),
 ])  # fmt: skip
 def test_each_thing_that_is_missing_of_the_proof_is_named(changes, fault):

@@ -1,4 +1,5 @@
-"""What the tests of the trainer share: sizes, rewards by lot, replaying a dumped rollout, and the same sums in plain torch."""
+"""What the tests of the trainer share: sizes, rewards by lot, replaying a dumped rollout, and the same sums in plain
+torch."""
 
 from __future__ import annotations
 
@@ -83,12 +84,13 @@ LOW, HIGH, TIS_CLIP = 0.2, 0.28, 1.5  # of the ratio, as the launch script has i
 def gradient(
     model: Any, samples: list[dict[str, Any]], advantages: list[float], correction: str = ""
 ) -> tuple[float, float]:
-    """Loss and gradient norm of a step as vime defines GRPO: the clipped ratio to the policy that took the step, the mean
-    over a sample's trained tokens, then over all samples of the batch, those without a trained token counted as 0.
+    """Loss and gradient norm of a step as vime defines GRPO: the clipped ratio to the policy that took the step, the
+    mean over a sample's trained tokens, then over all samples of the batch, those without a trained token counted as
+    0.
 
     Args:
-        correction: "" where the trainer's own log-probs are the old ones; "rollout" where the engine's are; "tis" where
-            each token weighs as much more as the trainer finds it likelier than the engine did, up to TIS_CLIP.
+        correction: "" where the trainer's own log-probs are the old ones; "rollout" where the engine's are; "tis"
+            where each token weighs as much more as the trainer finds it likelier than the engine did, up to TIS_CLIP.
     """
     model.zero_grad()
     total = torch.zeros(())
@@ -110,7 +112,8 @@ def gradient(
 
 
 def own_advantages(samples: list[dict[str, Any]]) -> list[float]:
-    """By group (reward - mean) / (std + 1e-6) over those that were not lost; 0 for the lost and where all have the same."""
+    """By group (reward - mean) / (std + 1e-6) over those that were not lost; 0 for the lost and where all have the
+    same."""
     groups: dict[int, list[int]] = {}
     for place, sample in enumerate(samples):
         if not sample["remove_sample"] and sum(sample["loss_mask"]):

@@ -39,8 +39,8 @@ MAX_CAUSES = 4  # that are shown of a chain of exceptions, the last ones
 MAX_MESSAGE_CHARS = 2000
 MAX_LINE_CHARS = 200
 SOURCE_NAME = "<code>"
-# Compiled in the worker: what Python sets up at a first compilation, or makes special after some, each child would else
-# do anew, on pages of its own.
+# Compiled in the worker: what Python sets up at a first compilation, or makes special after some, each child would
+# else do anew, on pages of its own.
 REHEARSED, REHEARSALS = "import math\nx = [n for n in range(9)]\nprint(x)", 20
 
 # What `re`, `traceback` and Python itself (for long integers) import late, each in some version. No path can be opened
@@ -85,8 +85,8 @@ def preload(settings) -> None:
 
 
 def import_random() -> None:
-    """It would have each fork draw a new state from 2500 random bytes, a twelfth of a short call's time. `seed` does it
-    at a third of the cost, for calls that may draw from it."""
+    """It would have each fork draw a new state from 2500 random bytes, a twelfth of a short call's time. `seed` does
+    it at a third of the cost, for calls that may draw from it."""
     register, os.register_at_fork = os.register_at_fork, lambda **_: None
     try:
         importlib.import_module("random")

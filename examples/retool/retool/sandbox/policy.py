@@ -8,8 +8,8 @@ into scopes, unless the program binds them itself; special attributes that lead 
 its kin, or in a class pattern; private names of modules; attributes that lead to frames and code. Ordinary code stays:
 special methods, `x.__class__`, private attributes of one's own objects.
 
-Read from code objects, which takes linear time. Of most programs a look at the tables of names is enough; of the others
-the instructions are read once.
+Read from code objects, which takes linear time. Of most programs a look at the tables of names is enough; of the
+others the instructions are read once.
 """
 
 import sys

@@ -3,8 +3,8 @@
 A worker (``worker.py``) is confined once and forks a child for each call. The host pre-forks some, so that a call does
 not wait for its fork, and keeps their sockets: a call, which the child has, and a leash, which the worker has.
 
-Invariant. A worker has its place in the table and its calls are counted under one lock, so that none is retired while a
-call is on its way to it.
+Invariant. A worker has its place in the table and its calls are counted under one lock, so that none is retired while
+a call is on its way to it.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ class WorkerKey(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def worker_keys(allowed: frozenset[str], memory_bytes: int, layers_off: tuple[str, ...] = ()) -> tuple[WorkerKey, ...]:
-    """The workers of a sandbox, each with more loaded than the one before, which its calls pay for: the common modules,
-    all allowed ones of the standard library, and all allowed libraries, if there are any."""
+    """The workers of a sandbox, each with more loaded than the one before, which its calls pay for: the common
+    modules, all allowed ones of the standard library, and all allowed libraries, if there are any."""
     allowed |= {part for library, part in COME_WITH.items() if library in allowed}
     packages = {name.split(".")[0] for name in allowed}
     standard = {name for name in allowed if name.split(".")[0] in sys.stdlib_module_names} | DEFAULT_MODULES
@@ -91,8 +91,8 @@ def worker_keys(allowed: frozenset[str], memory_bytes: int, layers_off: tuple[st
 
 
 def worker_key(keys: tuple[WorkerKey, ...], code: str) -> WorkerKey:
-    """The last of `worker_keys` of which a module that the ones before lack is named in this source: one look, in linear
-    time. That a name may be a part of another word only costs that call a larger worker."""
+    """The last of `worker_keys` of which a module that the ones before lack is named in this source: one look, in
+    linear time. That a name may be a part of another word only costs that call a larger worker."""
     if "import" not in code and code.isascii():  # Python reads look-alike letters
         return keys[0]
     if len(keys) > 2 and _any_of(keys[2].libraries).search(code):

@@ -1,13 +1,13 @@
 """Calls on every node of the Ray cluster that vime already runs on: RETOOL_SANDBOX=ray.
 
-    execute_tool -> execute_code -> run --- Ray ---> SandboxHost, one actor per node -> call.run, the node's own sandbox
+    execute_tool -> execute_code -> run --- Ray ---> SandboxHost, one actor per node -> call.run, the node's sandbox
 
 Contract: `run` is `call.run`, with the same limits and the same results. A lost actor or node costs a retry elsewhere,
 never a call; a call may therefore run twice, which its code cannot tell. Nothing starts Ray where it is not running.
 
-The actors take no CPU, no GPU and no memory of what Ray hands out, so that no placement of the trainer changes. They have
-names, so that all processes of a job share one per node, and end with the process that made them: the others make new
-ones. Nodes that join or leave are seen within REFRESH_SECONDS.
+The actors take no CPU, no GPU and no memory of what Ray hands out, so that no placement of the trainer changes. They
+have names, so that all processes of a job share one per node, and end with the process that made them: the others make
+new ones. Nodes that join or leave are seen within REFRESH_SECONDS.
 """
 
 from __future__ import annotations
@@ -99,7 +99,8 @@ class Cluster:
 
     @contextlib.contextmanager
     def least_loaded(self, avoided: set[_Node]) -> Iterator[_Node | None]:
-        """A node that has few calls for its cores, one of `avoided` only where there is no other; None: there is none."""
+        """A node that has few calls for its cores, one of `avoided` only where there is no other; None: there is
+        none."""
         with self._lock:
             nodes = [node for node in self._nodes.values() if node not in avoided] or list(self._nodes.values())
             node = min(nodes, key=lambda node: (node.calls / node.cores, random.random()), default=None)
@@ -122,7 +123,8 @@ class Cluster:
         """`call.run`, on the node with the least to do.
 
         Raises:
-            SandboxError: Ray is not running here, the sandboxes of several nodes failed, or nodes were lost for minutes.
+            SandboxError: Ray is not running here, the sandboxes of several nodes failed, or nodes were lost for
+                minutes.
         """
         from ray.exceptions import RayError
 

@@ -69,8 +69,8 @@ _NOT_TEXT = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b[@-_]|[\x00\x1b]")  # what 
 def cleaned(text: str) -> str:
     """What a call wrote, without terminal codes and without the folders of this machine.
 
-    Messages of Python and of libraries name files (`cannot import name ... from ...`, a module's repr): what is left of
-    them are paths below the library's own folder.
+    Messages of Python and of libraries name files (`cannot import name ... from ...`, a module's repr): what is left
+    of them are paths below the library's own folder.
     """
     text = _NOT_TEXT.sub("", text) if "\x1b" in text or "\0" in text else text
     return _folders(tuple(sys.path)).sub("", text) if "/" in text else text

@@ -47,7 +47,8 @@ class ProcessSemaphore:
         return len(self._waiting)
 
     def resize(self, value: int) -> None:
-        """Allow `value` holders from now on; where more hold a place already, none is handed out until they are fewer."""
+        """Allow `value` holders from now on; where more hold a place already, none is handed out until they are
+        fewer."""
         with self._lock:
             more, self._value = value - self._value, value
             self._free += more

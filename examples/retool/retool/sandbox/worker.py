@@ -1,8 +1,9 @@
 """The jail: a worker that confines itself once, then forks one child for each call.
 
-This module and ``child.py``, which runs a call in its child, are what runs inside the jail, with the policy and the words
-of the wire (``wire.py``); all use the standard library alone. The host (``pool.py``) calls ``main`` in a new ``python -I
--S`` with next to no environment; the last argument is the descriptor of the worker's end of the control socket.
+This module and ``child.py``, which runs a call in its child, are what runs inside the jail, with the policy and the
+words of the wire (``wire.py``); all use the standard library alone. The host (``pool.py``) calls ``main`` in a new
+``python -I -S`` with next to no environment; the last argument is the descriptor of the worker's end of the control
+socket.
 
     host -- control (SEQPACKET) --------------> worker   its settings, marshalled; answered by the text of a dict
          -- control: FORK + descriptors ------> worker   for each child its ends of a call and of a leash
@@ -297,7 +298,8 @@ def enter_namespaces(confinement: Confinement) -> None:
 
 
 def hide_files(confinement: Confinement) -> None:
-    """Make an empty, read-only tmpfs the root, unless libraries have to be found; nothing else is loaded after this."""
+    """Make an empty, read-only tmpfs the root, unless libraries have to be found; nothing else is loaded after
+    this."""
     if confinement.settings.libraries:
         return
     _check(_libc.mount(None, b"/", None, MS_REC | MS_PRIVATE, None), "mount private")
