@@ -4,6 +4,7 @@ The clock is the thread's own, so a busy machine changes little.
 """
 
 import asyncio
+import gc
 import time
 
 import generate_with_retool as plugin
@@ -103,14 +104,18 @@ def work_of(text):
 def seconds(work, least=0.001):
     """Of one run; of so many in a row that together they take long enough to be measured."""
     runs = 1
-    while True:
-        begun = time.thread_time()
-        for _ in range(runs):
-            work()
-        taken = time.thread_time() - begun
-        if taken > least:
-            return taken / runs
-        runs *= 4
+    gc.disable()  # what a collection costs is up to the objects of all tests before this one
+    try:
+        while True:
+            begun = time.thread_time()
+            for _ in range(runs):
+                work()
+            taken = time.thread_time() - begun
+            if taken > least:
+                return taken / runs
+            runs *= 4
+    finally:
+        gc.enable()
 
 
 def assert_linear(short, long):
