@@ -39,9 +39,7 @@ class Evidence(NamedTuple):
     sft_loss: list[float]
     steps: list[Step]
     evaluations: dict[int, Step]  # by the number of RL steps that were taken before
-    generated: (
-        int | None
-    )  # tokens, by the engine's own counter, over all of `steps` and `evaluations`, where it is known
+    generated: int | None  # tokens of all these rollouts, by the engine's own counter, where it is known
     exported: float  # mean |engine - transformers on the export| over the last evaluation
     control: bool
 
