@@ -78,7 +78,7 @@ def arguments(workdir: Path, port: int, **changes):
         eval_datasets=[
             EvalDatasetConfig(
                 name="held-out",
-                path=str(prompts),
+                path=str(workdir / "held_out.jsonl"),
                 input_key="prompt",
                 label_key="label",
                 n_samples_per_eval_prompt=8,
@@ -93,8 +93,10 @@ def arguments(workdir: Path, port: int, **changes):
 
 
 def write_prompts(workdir: Path) -> None:
-    rows = [{"prompt": f"What is {n} + 1?", "label": str(n + 1)} for n in range(8)]
-    (workdir / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    """As many rows that the one which is always refused does not make a run of nothing but failures."""
+    rows = [json.dumps({"prompt": f"What is {n} + 1?", "label": str(n + 1)}) + "\n" for n in range(32)]
+    (workdir / "prompts.jsonl").write_text("".join(rows))
+    (workdir / "held_out.jsonl").write_text("".join(rows[:8]))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -139,12 +141,26 @@ def prompt() -> ScriptedEngine:
     render = plugin.render_prompt
 
     def bad_row(prompt, tools, *more):
-        if "7 + 1" in prompt:
+        if " 7 + 1" in prompt:
             raise ValueError("row 7 has no prompt")
         return render(prompt, tools, *more)
 
     plugin.render_prompt = bad_row
     return engine_of(ANSWER)
+
+
+def aborts() -> ScriptedEngine:
+    return engine_of(Turn("x", finish="abort"))
+
+
+def refuses_one() -> ScriptedEngine:
+    """One prompt, for ever. Later than it answers others: a refusal before any answer is the set-up's fault."""
+
+    def script(payload, index):
+        refused = " 7 + 1" in plugin.GenerateState(None).tokenizer.decode(payload["token_ids"])
+        return Turn(status=400, body="this one is too long", delay=0.5) if refused else ANSWER
+
+    return ScriptedEngine(script, sampled)
 
 
 def old_vime() -> ScriptedEngine:
@@ -164,12 +180,15 @@ FAULTS = dict(
     refuses=refuses,
     no_log_probs=no_log_probs,
     dead=dead,
+    aborts=aborts,
+    refuses_one=refuses_one,
     sandbox=sandbox,
     prompt=prompt,
     old_vime=old_vime,
     reward=reward,
     none=lambda: engine_of(ANSWER),
 )
+ROLLOUTS = {"none": 1, "refuses_one": 8}  # after so many a run that is to go on has done so
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -178,11 +197,9 @@ FAULTS = dict(
 
 
 def sync(args, data_source) -> None:
-    for rollout_id in range(40):
+    for rollout_id in range(args.rollouts):
         vllm_rollout.generate_rollout(args, rollout_id, data_source)
         time.sleep(0.2)  # a training step
-        if args.stop_after_one:
-            return
 
 
 def evaluation(args, data_source) -> None:
@@ -191,13 +208,11 @@ def evaluation(args, data_source) -> None:
 
 def fully_async(args, data_source) -> None:
     try:
-        for rollout_id in range(40):
+        for rollout_id in range(args.rollouts):
             fully_async_rollout.generate_rollout_fully_async(args, rollout_id, data_source)
-            if args.stop_after_one:
-                return
-    finally:
-        if not args.stop_after_one:
-            print(json.dumps({"kept": all_groups_are_back(data_source)}), flush=True)
+    except Exception:
+        print(json.dumps({"kept": all_groups_are_back(data_source)}), flush=True)
+        raise
 
 
 def all_groups_are_back(data_source) -> bool:
@@ -215,9 +230,11 @@ MODES = dict(sync=sync, evaluation=evaluation, fully_async=fully_async)
 
 def run(workdir: Path, mode: str, fault: str) -> None:
     engine = FAULTS[fault]()
-    args = arguments(workdir, engine.port, stop_after_one=fault == "none")
+    args = arguments(workdir, engine.port, rollouts=ROLLOUTS.get(fault, 40))
     if fault == "dead":
         args.n_samples_per_prompt = 4  # fewer lost at a time than the window of failures takes
+    if fault == "refuses_one":
+        args.vllm_server_concurrency = GROUPS  # a group that comes back is begun again at once, not after many others
     plugin.GenerateState(args).args = args
     http_utils.init_http_client(args)
     MODES[mode](args, RolloutDataSourceWithBuffer(args))

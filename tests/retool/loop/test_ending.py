@@ -30,6 +30,7 @@ CAUSES = {  # what the last line begins with, and what it says
     "refuses": REFUSED,
     "no_log_probs": ("TooManyFailures", "it has no log-probs for"),
     "dead": ("TooManyFailures", "connection"),
+    "aborts": ("TooManyFailures", "finish_reason abort"),
     "sandbox": ("TooManyFailures", "no worker starts here"),
     "prompt": ("ValueError", "row 7 has no prompt"),
     "old_vime": ("RuntimeError", "too old"),
@@ -37,6 +38,8 @@ CAUSES = {  # what the last line begins with, and what it says
 }
 EVERYWHERE = ("refuses", "no_log_probs", "dead", "sandbox", "prompt")
 PAIRS = [(mode, fault) for mode in MODES for fault in CAUSES if fault in EVERYWHERE or mode == "fully_async"]
+PAIRS.append(("sync", "aborts"))  # an evaluation is over before it has lasted long enough
+HARMLESS = [*((mode, "none") for mode in MODES), ("sync", "refuses_one"), ("fully_async", "refuses_one")]
 ENDS_SECONDS = 45  # most are over after one, of a dead engine after eleven; the rest is a busy machine's
 
 
@@ -49,7 +52,7 @@ def environment():
 def runs(tmp_path_factory):
     """By "mode:fault": the exit status, the seconds and the log."""
     folder = tmp_path_factory.mktemp("modes")
-    pairs = [f"{mode}:{fault}" for mode, fault in [*PAIRS, *((mode, "none") for mode in MODES)]]
+    pairs = [f"{mode}:{fault}" for mode, fault in [*PAIRS, *HARMLESS]]
     command = [sys.executable, str(DRIVER), str(folder), *pairs]
     done = subprocess.run(command, env=environment(), stdout=subprocess.PIPE, text=True, timeout=1200, check=True)
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
@@ -67,9 +70,16 @@ def test_the_run_ends_with_its_cause(runs, mode, fault):
 
 
 @needs_vime
-@pytest.mark.parametrize("mode", MODES)
-def test_a_run_without_a_fault_does_not_end(runs, mode):
-    assert runs[f"{mode}:none"].status == 0, runs[f"{mode}:none"].log[-3000:]
+@pytest.mark.parametrize("mode, fault", HARMLESS)
+def test_a_run_that_can_go_on_does(runs, mode, fault):
+    assert runs[f"{mode}:{fault}"].status == 0, runs[f"{mode}:{fault}"].log[-3000:]
+
+
+@needs_vime
+def test_a_fully_asynchronous_run_gives_up_a_sample_that_always_fails(runs):
+    """Its group would be begun again for ever, and the other samples in it with it."""
+    log = runs["fully_async:refuses_one"].log
+    assert "is given up: it failed 3 times" in log and "this one is too long" in log
 
 
 @needs_vime
