@@ -25,6 +25,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import NoReturn
 
 from cpu.check import check_input
 from cpu.model import packaged_folder
@@ -128,5 +129,13 @@ def import_libraries() -> None:
     transformers.utils.logging.disable_progress_bar()
 
 
+def end_process(code: int) -> NoReturn:
+    """Without the interpreter's own end: the rollout's threads may still be at work, and it waits for locks that they
+    hold, and ends them wherever they are."""
+    with contextlib.suppress(OSError):  # nobody reads it any more
+        print(end="", flush=True)
+    os._exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    end_process(main())

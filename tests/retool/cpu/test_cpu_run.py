@@ -16,7 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 from cpu import options, problems, report, rollout, servers, storage
-from cpu_helpers import EXAMPLE, fake_model, finish, problem_file, start, the_error
+from cpu_helpers import ENVIRONMENT, EXAMPLE, fake_model, finish, problem_file, start, the_error
 from retool import observations
 from retool.processes import free_ports
 from scripted import ScriptedEngine, Turn
@@ -431,6 +431,33 @@ def test_a_prompt_that_leaves_no_room_is_named_with_its_line(tmp_path, scripted)
 def test_an_engine_without_the_endpoint_ends_the_run(tmp_path, scripted):
     error = the_error(finish(over(scripted(lambda payload, index: Turn(status=403)), tmp_path)))
     assert "the rollout failed" in error and "--enable-scale-out" in error
+
+
+IN_THE_LOG = """
+import logging, sys, threading, time
+from cpu import run
+
+run.log_to(sys.argv[1])
+writing = threading.Event()
+
+class Stalled:
+    def write(self, text):
+        writing.set()
+        time.sleep(1000)
+
+logging.root.handlers[0].stream = Stalled()
+threading.Thread(target=logging.error, args=["lost"], daemon=True).start()
+writing.wait()
+print("over")
+run.end_process(3)
+"""
+
+
+def test_the_end_of_a_run_waits_for_no_thread_of_the_rollout(tmp_path):
+    command = [sys.executable, "-P", "-c", IN_THE_LOG, str(tmp_path / "run.log")]
+    process = subprocess.Popen(command, env=os.environ | ENVIRONMENT, stdout=subprocess.PIPE, text=True)
+    done = finish(process, timeout=60)
+    assert (done.code, done.out) == (3, "over\n")
 
 
 def test_samples_lost_to_the_engine_end_the_run(tmp_path, scripted):
