@@ -7,7 +7,6 @@ uses the standard library alone.
 
 import __future__
 
-import ast
 import builtins
 import codecs
 import contextlib
@@ -39,9 +38,6 @@ MAX_CAUSES = 4  # that are shown of a chain of exceptions, the last ones
 MAX_MESSAGE_CHARS = 2000
 MAX_LINE_CHARS = 200
 SOURCE_NAME = "<code>"
-# Compiled in the worker: what Python sets up at a first compilation, or makes special after some, each child would
-# else do anew, on pages of its own.
-REHEARSED, REHEARSALS = "import math\nx = [n for n in range(9)]\nprint(x)", 20
 
 # What `re`, `traceback` and Python itself (for long integers) import late, each in some version. No path can be opened
 # then, so it is loaded beforehand.
@@ -64,7 +60,6 @@ def preload(settings) -> None:
     """
     sys.stdin, sys.stdout, sys.stderr = None, STDOUT, STDERR
     sys.path.extend(settings.paths)
-    import_random()
     for name in (*settings.modules, *LATE_MODULES):
         with contextlib.suppress(ImportError):  # not on this Python: the code that imports it is told so
             importlib.import_module(name)
@@ -80,27 +75,8 @@ def preload(settings) -> None:
         sys.set_int_max_str_digits(0)  # number theory prints long integers; the clock bounds what that costs
     # What the compiler finds odd in a program is no part of what it printed.
     warnings.filterwarnings("ignore", module=re.escape(SOURCE_NAME))
-    for _ in range(REHEARSALS):
-        answer(wire.CHECK, REHEARSED, {}, settings, {})
-
-
-def import_random() -> None:
-    """It would have each fork draw a new state from 2500 random bytes, a twelfth of a short call's time. `seed` does
-    it at a third of the cost, for calls that may draw from it."""
-    register, os.register_at_fork = os.register_at_fork, lambda **_: None
-    try:
-        importlib.import_module("random")
-    finally:
-        os.register_at_fork = register
-
-
-def seed(source: str) -> None:
-    """Give this child a random state of its own, if its program may draw from one."""
-    if "random" in source or "statistics" in source or not source.isascii():
-        random = sys.modules["random"]
-        random.Random.seed(random._inst, int.from_bytes(os.urandom(32), "little"))
-    if "numpy.random" in sys.modules:  # left to itself, numpy takes a millisecond to find some
-        sys.modules["numpy.random"].seed(struct.unpack("=8I", os.urandom(32)))
+    rehearse(settings.allowed)
+    sys.setrecursionlimit(sys.getrecursionlimit() + OWN_FRAMES)
 
 
 def load_libraries(libraries) -> None:
@@ -123,6 +99,8 @@ def load_libraries(libraries) -> None:
             for attribute in dir(sys.modules.get(name)):
                 with contextlib.suppress(Exception):  # the library's own matter
                     getattr(sys.modules[name], attribute)
+        if numpy_random := sys.modules.get("numpy.random"):  # `random` sees to itself
+            os.register_at_fork(after_in_child=lambda: numpy_random.seed(struct.unpack("=8I", os.urandom(32))))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         for name in places:
@@ -288,7 +266,7 @@ class _StandIn(types.ModuleType):
 
 
 def stand_ins() -> dict:
-    """By name; made once in the worker, since a child would have to make each object anew."""
+    """By name."""
     made = {name: _StandIn(name) for name in STAND_INS}
     kept = {name: getattr(sys, name) for name in STAND_INS["sys"] - {"stdout", "stderr"} if hasattr(sys, name)}
     kept |= {"getrecursionlimit": _recursion_limit, "setrecursionlimit": _set_recursion_limit}
@@ -300,26 +278,28 @@ def stand_ins() -> dict:
     return made
 
 
-def use_stand_ins(modules: dict, namespace: dict) -> None:
-    """In this child, for what code in `namespace` imports."""
-    plain_import = builtins.__import__
+def use_stand_ins(namespace: dict) -> None:
+    """For what code in `namespace` imports."""
+    modules = stand_ins()
 
     def import_module(name, names=None, *arguments, **options):
         stand_in = modules.get(name) if names is namespace else None
-        return stand_in or plain_import(name, names, *arguments, **options)
+        return stand_in or _plain_import(name, names, *arguments, **options)
 
     vars(builtins)["__import__"] = import_module
 
 
-_own_frames = 0  # below the program's, which are none of its recursion
+_plain_import = builtins.__import__
+# Below the program's, which are none of its recursion: from the start of the worker to `execute`.
+OWN_FRAMES = 7
 
 
 def _recursion_limit():
-    return sys.getrecursionlimit() - _own_frames
+    return sys.getrecursionlimit() - OWN_FRAMES
 
 
 def _set_recursion_limit(limit):
-    sys.setrecursionlimit(min(limit, MAX_RECURSION) + _own_frames)
+    sys.setrecursionlimit(min(limit, MAX_RECURSION) + OWN_FRAMES)
 
 
 def _timeit(stmt=None, setup=None, timer=time.perf_counter, number=1_000_000, globals=None):
@@ -350,11 +330,10 @@ def _testmod(*_arguments, **_options):
 
 FUTURE_FLAGS = sum(getattr(__future__, name).compiler_flag for name in __future__.all_feature_names)
 MAX_TRIES = 4  # to find where the last statement begins, until the tree is asked
-Program = namedtuple("Program", ("codes", "shown"))  # to execute in turn; then to evaluate and show, or None
 
 
-def compile_program(source: str) -> Program:
-    """As a notebook cell, whose last expression is shown.
+def compile_program(source: str) -> tuple[list, types.CodeType | None]:
+    """(Codes to execute in turn, one to evaluate then and to show), as a notebook cell, whose last expression is shown.
 
     It is looked for at the end: the lines from the last one on that could begin a statement are compiled as an
     expression, and what is before them by itself. If both can be compiled, that is where the last statement begins,
@@ -365,58 +344,61 @@ def compile_program(source: str) -> Program:
     Raises:
         SyntaxError, ValueError, RecursionError, MemoryError: as `compile` does for the whole source.
     """
-    starts = _statement_starts(source)
+    start = len(source) + 1
     for _ in range(MAX_TRIES):
-        start = next(starts, None)
-        if start is None:
+        start = _last_start(source, start - 1)
+        if start < 0:
             break
         if program := _split(source, start):
             return program
     code = _compiled(source, 0, "exec")
-    if start is None:
-        return Program([code], None)
-    *before, last = ast.parse(source).body
-    if not isinstance(last, ast.Expr):
-        return Program([code], None)
+    if start < 0:
+        empty = all(not line.strip() or line.lstrip().startswith("#") for line in source.split("\n"))
+        return [code] * (not empty), None
+    import _ast  # only here: the classes of its nodes are a tenth of the memory that each fork would share
+
+    *before, last = compile(source, SOURCE_NAME, "exec", _ast.PyCF_ONLY_AST, dont_inherit=True).body
+    if not isinstance(last, _ast.Expr):
+        return [code], None
     line = 0  # the last on which something else may be
     if before:
         end = before[-1].end_lineno or 0
         line = end if end < last.lineno else before[-1].lineno - 1
     start = sum(len(text) + 1 for text in source.split("\n")[:line])
-    return _split(source, start) or Program([code], None)
+    return _split(source, start) or ([code], None)
 
 
-def _statement_starts(source: str):
-    """Positions of lines that could begin the last statement, from the end on."""
-    end = len(source)
+def _last_start(source: str, end: int) -> int:
+    """Where the last line begins, of those that begin up to `end`, that could begin a statement; -1: none could."""
     while end >= 0:
         start = source.rfind("\n", 0, end) + 1
-        if source[start : start + 1] not in _NO_START:
-            yield start
+        if source[start : start + 1] not in _NO_START:  # an empty one is in any text
+            return start
         end = start - 1
+    return -1
 
 
-_NO_START = frozenset("# \t\f\n)]}\\") | {""}
+_NO_START = "# \t\f\n)]}\\"
 
 
 def _split(source: str, start: int):
     """The program whose last statements begin on the line at `start`; None if no statement begins there."""
     lines = source.count("\n", 0, start)
     try:
-        last = _last_statements(source[start:], lines, 0)
+        codes, shown = _last_statements(source[start:], lines, 0)
         if not start:
-            return last
+            return codes, shown
         before = _compiled(source[:start], 0, "exec")
         if flags := before.co_flags & FUTURE_FLAGS:
-            last = _last_statements(source[start:], lines, flags)
-        return Program([before, *last.codes], last.shown)
+            codes, shown = _last_statements(source[start:], lines, flags)
+        return [before, *codes], shown
     except SyntaxError:
         return None
 
 
-def _last_statements(text: str, lines: int, flags: int) -> Program:
+def _last_statements(text: str, lines: int, flags: int):
     try:
-        return Program([], _compiled(text, lines, "eval", flags))
+        return [], _compiled(text, lines, "eval", flags)
     except SyntaxError:
         pass
     if program := _split_line(text, lines, flags):
@@ -424,10 +406,10 @@ def _last_statements(text: str, lines: int, flags: int) -> Program:
     code = _compiled(text, lines, "exec", flags)
     if "*" in text:  # `*a, b` is no expression to `eval`
         try:
-            return Program([], _compiled(f"({text}\n)", lines, "eval", flags))
+            return [], _compiled(f"({text}\n)", lines, "eval", flags)
         except SyntaxError:
             pass
-    return Program([code], None)
+    return [code], None
 
 
 def _split_line(text: str, lines: int, flags: int):
@@ -440,7 +422,7 @@ def _split_line(text: str, lines: int, flags: int):
         try:
             _compiled("if 1:" + text[:end], lines, "exec", flags)  # else it may be the body of a compound statement
             shown = _compiled(text[end + 1 :].strip(" \t\f\n\\"), lines + text.count("\n", 0, end), "eval", flags)
-            return Program([_compiled(text[:end], lines, "exec", flags)], shown)
+            return [_compiled(text[:end], lines, "exec", flags)], shown
         except SyntaxError:
             continue
     return None
@@ -477,19 +459,13 @@ def describe_syntax(error: SyntaxError, source: str) -> str:
 # The call
 
 
-def execute(program: Program, source: str, namespace: dict) -> tuple[bytes, str]:
+def execute(codes: list, shown: types.CodeType | None, source: str, namespace: dict) -> tuple[bytes, str]:
     """(Letter of the last record, its text)."""
-    global _own_frames
-    _own_frames = int(sys.version_info < (3, 12))  # there `exec` counts as one
-    frame: types.FrameType | None = sys._getframe()
-    while frame:
-        frame, _own_frames = frame.f_back, _own_frames + 1
     try:
-        sys.setrecursionlimit(sys.getrecursionlimit() + _own_frames)
-        for code in program.codes:
+        for code in codes:
             exec(code, namespace)
-        if program.shown:
-            sys.displayhook(eval(program.shown, namespace))
+        if shown:
+            sys.displayhook(eval(shown, namespace))
     except SystemExit as error:
         if error.code not in (None, 0):
             return RAISED, f"SystemExit: {_shorten(str(error.code), MAX_MESSAGE_CHARS)}"
@@ -504,46 +480,40 @@ def execute(program: Program, source: str, namespace: dict) -> tuple[bytes, str]
     return DONE, ""
 
 
-def answer(mode: int, source: str, namespace: dict, settings, modules: dict) -> tuple[bytes, str]:
-    """Compile, check and run. The arguments after `namespace` are the worker's settings and its stand-ins."""
+def answer(mode: int, source: str, namespace: dict, allowed: frozenset[str]) -> tuple[bytes, str]:
+    """Compile, check and run; `allowed` are the modules that the policy goes by."""
     try:
-        program = compile_program(source)
+        codes, shown = compile_program(source)
     except SyntaxError as error:
         return wire.UNREADABLE, describe_syntax(error, source)
     except ValueError as error:
         return wire.UNREADABLE, f"{error}." + (" Remove the null characters." if "\0" in source else "")
     except (RecursionError, MemoryError):
         return wire.UNREADABLE, "the code is nested too deeply. Use a loop or a list."
-    if mode != wire.RUN:
-        codes = [*program.codes, *filter(None, [program.shown])]
-        if refusal := policy.refusal(codes, settings.allowed, strict=mode == wire.CHECK):
+    if mode == wire.RUN:
+        vars(builtins)["__import__"] = _plain_import
+    else:
+        every = [*codes, shown] if shown else codes
+        if refusal := policy.refusal(every, allowed):
             return wire.REFUSED, refusal
-        if any(name in source for name in modules) or not source.isascii():
-            use_stand_ins(modules, namespace)
     if mode == wire.CHECK:
         return DONE, ""
-    if all(not line.strip() or line.lstrip().startswith("#") for line in source.split("\n")):
+    if not codes and not shown:
         return wire.EMPTY, ""
-    return execute(program, source, namespace)
+    return execute(codes, shown, source, namespace)
 
 
-_request = bytearray(wire.MAX_REQUEST_BYTES)
-
-
-def run_call(namespace: dict, settings, modules: dict, call: socket.socket) -> None:
+def run_call(namespace: dict, allowed: frozenset[str], call: socket.socket) -> None:
     """Read the request from `call`, run it, send the records. The process ends after this."""
     global _call
     _call = call.fileno()
-    size = call.recv_into(_request)
-    if not size:
+    request = call.recv(wire.MAX_REQUEST_BYTES)
+    if not request:
         return  # the host has no use for this child any more
     try:
-        numbers, _, source = bytes(memoryview(_request)[:size]).partition(b"\n")
-        mode, milliseconds = map(int, numbers.split())
-        limit_time(milliseconds / 1000)
-        text = source.decode()
-        seed(text)
-        letter, text = answer(mode, text, namespace, settings, modules)
+        mode, seconds = wire.HEADER.unpack_from(request)
+        limit_time(seconds)
+        letter, text = answer(mode, request[wire.HEADER.size :].decode(), namespace, allowed)
     except MemoryError:
         letter, text = NO_MEMORY, "MemoryError"
     except BaseException as error:  # the description itself failed, in an exception's own methods for example
@@ -552,3 +522,19 @@ def run_call(namespace: dict, settings, modules: dict, call: socket.socket) -> N
         cpu_time_is_up()  # the code had left no memory to call the handler with
     flush()
     os.write(_call, letter + text.encode("utf-8", "backslashreplace")[: MAX_RECORD_BYTES - 1])
+
+
+def rehearse(allowed: frozenset[str]) -> None:
+    """Run some calls in the worker. What Python sets up at a first compilation, and notes down as it runs, each child
+    would else do anew, on pages of its own: a short call would cost twice as much."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    for _ in range(20):  # more than the times after which Python makes an instruction special
+        ours.send(wire.request(wire.CHECK_AND_RUN, 1000, "import math\nx = [n for n in range(3)]\nmath.pi"))
+        run_call({}, allowed, theirs)
+        while ours.recv(MAX_RECORD_BYTES)[:1] != DONE:
+            pass
+        RECORDS[0].count = 0
+    for end in (ours, theirs):
+        end.close()
+    for timer in (ITIMER_PROF, ITIMER_VIRTUAL):
+        setitimer(timer, 0)

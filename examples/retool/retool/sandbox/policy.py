@@ -13,9 +13,9 @@ others the instructions are read once.
 """
 
 import sys
+from collections import namedtuple
 from collections.abc import Iterable, Iterator
 from types import CodeType
-from typing import NamedTuple
 
 import opcode
 from retool.sandbox.policy_tables import (
@@ -23,7 +23,6 @@ from retool.sandbox.policy_tables import (
     FORBIDDEN_ATTRIBUTES,
     FORBIDDEN_MODULES,
     FORBIDDEN_NAMES,
-    MAX_RECURSION,
     MODULE_HINTS,
     NAME_HINTS,
     READABLE_DUNDERS,
@@ -33,11 +32,10 @@ from retool.sandbox.policy_tables import (
 
 MAX_PROBLEMS = 8  # that a refusal lists
 MAX_NAME_CHARS = 200
-CLAMPED = "setrecursionlimit"
 
 # Names that compilers of some version put into every class, module or annotation.
 _ORDINARY = READABLE_DUNDERS | SPECIAL_METHODS | {"__class__", "__module__", "__annotations__"}
-_SUSPICIOUS = FORBIDDEN_NAMES | FORBIDDEN_ATTRIBUTES | FORBIDDEN_MODULES | ATTRIBUTE_FUNCTIONS | {CLAMPED}
+_SUSPICIOUS = FORBIDDEN_NAMES | FORBIDDEN_ATTRIBUTES | FORBIDDEN_MODULES | ATTRIBUTE_FUNCTIONS
 
 # What instructions that matter here do with the name that their argument numbers, and by how many bits it is shifted.
 _IMPORT, _FROM, _LOAD, _STORE, _ATTRIBUTE, _ASSIGN, _CONSTANT, _PATTERN = range(8)
@@ -64,14 +62,13 @@ _KINDS: dict[int, tuple[int, int]] = {
 _IMPORT_NAME, _EXTENDED = opcode.opmap["IMPORT_NAME"], opcode.EXTENDED_ARG
 
 
-class _Use(NamedTuple):
-    """What an instruction does with a name."""
+class _Use(namedtuple("_Use", ("kind", "name", "of", "code", "position"))):
+    """What an instruction does with a name.
 
-    kind: int
-    name: str
-    of: str  # the module that it is taken from, or the name whose attribute it is; "" where that is no name
-    code: CodeType
-    position: int  # of the instruction, in instructions
+    Attributes:
+        of: the module that it is taken from, or the name whose attribute it is; "" where that is no name.
+        position: of the instruction in its code, in instructions.
+    """
 
     def line(self) -> int:
         offset = 2 * self.position
@@ -79,25 +76,27 @@ class _Use(NamedTuple):
         return next(lines, None) or self.code.co_firstlineno
 
 
-def refusal(codes: Iterable[CodeType], allowed: frozenset[str], strict: bool = False) -> str:
+def refusal(codes: Iterable[CodeType], allowed: frozenset[str]) -> str:
     """What is refused and what may be used instead, or "".
 
     Args:
         codes: the program, which may be compiled in parts.
         allowed: the modules that it may use, packages with all that lies in them.
-        strict: name also what is made good while the program runs: a recursion limit that is too high.
     """
-    codes = list(codes)
-    for code in codes:
-        codes += [constant for constant in code.co_consts if constant.__class__ is CodeType]
-    if all(_is_ordinary(code, allowed) for code in codes):
+    codes, ordinary = list(codes), True
+    for code in codes:  # plain loops: a comprehension is a function that each child would make anew
+        for constant in code.co_consts:
+            if constant.__class__ is CodeType:
+                codes.append(constant)
+        ordinary = ordinary and _is_ordinary(code, allowed)
+    if ordinary:
         return ""
     uses = [use for code in codes for use in _uses(code)]
     bound = {use.name for use in uses if use.kind == _STORE}
     modules = {use.name for use in uses if use.kind == _STORE and use.of}
     problems: dict[str, _Use] = {}  # each once, since it would cost another call
     for use in uses:
-        problem = _problem(use, allowed, bound, modules, strict)
+        problem = _problem(use, allowed, bound, modules)
         if problem:
             problems.setdefault(problem, use)
     if not problems:
@@ -157,7 +156,6 @@ def _uses(code: CodeType) -> Iterator[_Use]:
     subject = imported = ""  # what the instruction before has loaded, or imported
     module = ""  # that was imported last
     constant: object = None  # that was loaded last
-    limited = False  # a recursion limit may come next
     for position, operation in enumerate(raw[::2]):
         if operation == _EXTENDED:
             extended = (extended | raw[2 * position + 1]) << 8
@@ -173,9 +171,6 @@ def _uses(code: CodeType) -> Iterator[_Use]:
             constant, subject = constants[number], ""
             if takes_names and isinstance(constant, str) and _is_special(constant):
                 yield _Use(_ASSIGN, constant, "", code, position)
-            if limited and isinstance(constant, (int, float)) and constant > MAX_RECURSION:
-                yield _Use(_CONSTANT, CLAMPED, "", code, position)
-            limited = False
             continue
         if kind == _PATTERN:
             if isinstance(constant, tuple):
@@ -188,10 +183,9 @@ def _uses(code: CodeType) -> Iterator[_Use]:
         subject = name if kind == _LOAD else ""
         imported = name if kind == _IMPORT else ""
         module = imported or module
-        limited = name == CLAMPED
 
 
-def _problem(use: _Use, allowed: frozenset[str], bound: set[str], modules: set[str], strict: bool) -> str:
+def _problem(use: _Use, allowed: frozenset[str], bound: set[str], modules: set[str]) -> str:
     name = use.name[:MAX_NAME_CHARS]
     if use.kind == _IMPORT:
         if not name:
@@ -202,8 +196,6 @@ def _problem(use: _Use, allowed: frozenset[str], bound: set[str], modules: set[s
     if use.kind == _LOAD:
         if use.name in FORBIDDEN_NAMES and use.name not in bound:
             return _with_hint(f"{name!r} is not available.", NAME_HINTS.get(name))
-    elif use.kind == _CONSTANT:
-        return f"the largest recursion limit is {MAX_RECURSION}." if strict else ""
     elif use.kind == _FROM or (use.kind == _ATTRIBUTE and use.of in modules):
         if name.startswith("_") and name not in READABLE_DUNDERS:
             return f"{name!r} is private to {use.of[:MAX_NAME_CHARS]!r}. Use the module's public names."

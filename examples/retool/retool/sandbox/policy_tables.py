@@ -9,13 +9,13 @@ DEFAULT_MODULES = frozenset(
     " fractions functools hashlib heapq itertools json math numbers operator pprint queue random re statistics string"
     " textwrap time typing".split()
 )
-# What most calls import. With all of the default set loaded a call takes a fifth longer, so calls that need more than
-# this have another worker.
+# What most calls import, and is small: what a worker has loaded, each of its forks pays for. With all of the default
+# set a call takes a fifth longer, so calls that need more than this have another worker.
 COMMON_MODULES = frozenset(
-    "__future__ abc bisect cmath collections contextlib copy decimal enum fractions functools heapq itertools math"
-    " numbers operator random re statistics string time typing".split()
+    "__future__ abc collections contextlib enum functools heapq itertools math operator re string time".split()
 )
-LATE_IMPORTS = {"strptime": "_strptime", "argparse": "shutil"}  # by the word that brings about the import
+# By the word that brings about the import.
+LATE_IMPORTS = {"strptime": "_strptime", "argparse": "shutil", "singledispatch": "typing"}
 # Modules of which the jail has a stand-in (``child.py``), with what is harmless of them.
 STAND_INS = {
     "sys": frozenset(

@@ -1,7 +1,7 @@
 """What the host and the jail say to each other. Standard library alone: both sides import it.
 
     host -- control: FORK + descriptors ------> worker   for each child its ends of a call and of a leash
-    host -- call: a line of numbers, source --> child    as `request` writes it
+    host -- call: HEADER, source -------------> child    as `request` writes it
     host <- call: a letter, then bytes -------- child
     host -- leash: LOOK, TIME_UP, or closed --> worker
     host <- leash: STATUS, LOOK --------------- worker
@@ -10,6 +10,8 @@ A child has its call and nothing else: what comes over the leash, no program can
 """
 
 from __future__ import annotations
+
+import struct
 
 MAX_RECORD_BYTES = 32768  # the largest record of a child; the host reads one record per system call
 MAX_REQUEST_BYTES = 1 << 16  # the largest record that the host sends
@@ -38,7 +40,7 @@ TIME_UP = b"T"  # tells the child to flush what it has printed, and to end
 
 CPU_TIME_UP = 71  # exit status of a child that has used up its processor time
 
-# What becomes of a program.
+HEADER = struct.Struct("=Bd")  # of a request: what becomes of the program, and seconds of processor time
 RUN, CHECK_AND_RUN, CHECK = range(3)
 
 
@@ -46,7 +48,7 @@ def request(mode: int, cpu_seconds: float, code: str) -> bytes:
     """The one record that the host sends to a call.
 
     Args:
-        mode: RUN without the policy, CHECK_AND_RUN, or CHECK alone, strictly.
+        mode: RUN without the policy, CHECK_AND_RUN, or CHECK alone.
         cpu_seconds: of processor time, after which the call ends.
         code: the source.
 
@@ -59,4 +61,4 @@ def request(mode: int, cpu_seconds: float, code: str) -> bytes:
         raise ValueError("the code holds characters that are not valid Unicode. Write them as escapes.") from None
     if not len(source) <= MAX_CODE_BYTES >= len(code):
         raise ValueError(f"the code is longer than {MAX_CODE_BYTES} bytes. Use a shorter program.")
-    return b"%d %d\n%b" % (mode, round(cpu_seconds * 1000), source)
+    return HEADER.pack(mode, cpu_seconds) + source

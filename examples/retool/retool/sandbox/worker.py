@@ -7,7 +7,7 @@ socket.
 
     host -- control (SEQPACKET) --------------> worker   its settings, marshalled; answered by the text of a dict
          -- control: FORK + descriptors ------> worker   for each child its ends of a call and of a leash
-         -- call (SEQPACKET) -----------------> child    one record: two numbers and the source
+         -- call (SEQPACKET) -----------------> child    one record: a header and the source
          <- call ------------------------------ child    records: a letter, then bytes
          -- leash (SEQPACKET): LOOK ----------> worker   answered by LOOK with a descriptor of the child's process
          -- leash: TIME_UP -------------------> worker   the child is told to flush and to end
@@ -485,30 +485,12 @@ def take_steps(steps: dict[str, Callable[[], object]], call: int) -> None:
 # The worker
 
 
-POOL_BYTES, POOL_HEADER_BYTES = 1 << 14, 48  # of CPython's allocator, which has pools for each size of small objects
-
-
-def fill_pools() -> list:
-    """Objects that fill up the half-used pools. What a child makes is then side by side in new ones, and not all over
-    memory: a twentieth of a call's time is saved on pages to copy."""
-    filling = []
-    for size in range(16, 513, 16):
-        make = object if size == 16 else partial(complex, 1, 1) if size == 32 else partial(bytes, size - 33)
-        for _ in range(4 * POOL_BYTES // size):  # an end, should another allocator have no such pools
-            filling.append(make())
-            if id(filling[-1]) % POOL_BYTES == POOL_HEADER_BYTES:
-                break
-    return filling
-
-
-def leave_little_to_copy() -> list:
-    """For a fork, and for what is written after it. The result has to be kept."""
+def leave_little_to_copy() -> None:
+    """For a fork, and for what is written after it."""
     gc.collect()
-    filling = fill_pools()
     gc.freeze()  # a collection in a child shall not write to every page it shares with the worker
     if hasattr(_libc, "malloc_trim"):  # in other C libraries than glibc there is less to give back
         _libc.malloc_trim(0)
-    return filling
 
 
 def receive_calls(control: socket.socket) -> tuple[bytes, list[tuple[socket.socket, socket.socket]]]:
@@ -530,7 +512,8 @@ class Worker:
         self.epoll, self.ended = confinement.epoll, confinement.ended
         # Where calls run: dataclasses and typing look names up there.
         main_module = sys.modules["__main__"] = types.ModuleType("__main__")
-        self.run_call = partial(child.run_call, vars(main_module), confinement.settings, child.stand_ins())
+        child.use_stand_ins(vars(main_module))
+        self.run_call = partial(child.run_call, vars(main_module), confinement.settings.allowed)
         # By descriptor: the worker's end of a leash, the child's process id.
         self.calls: dict[int, tuple[socket.socket, int]] = {}
         self.descriptors: dict[int, int] = {}  # by process id
@@ -655,11 +638,10 @@ def main() -> None:
         confinement = Confinement(control, settings)
         confine(confinement)
         worker = Worker(confinement)
-        filling = leave_little_to_copy()
+        leave_little_to_copy()
     except BaseException:
         control.send(repr({"failure": traceback.format_exc()[-4000:]}).encode("utf-8", "backslashreplace"))
         raise
     control.send(repr({"missing": confinement.missing}).encode("utf-8", "backslashreplace"))
     worker.serve()
-    del filling
     os._exit(0)
