@@ -1,6 +1,7 @@
 """Many calls of different needs, a busy machine, a chatty program, an infrastructure that fails: what is lost, and
 what it costs."""
 
+import ast
 import asyncio
 import gc
 import os
@@ -221,6 +222,43 @@ def test_lines_are_coalesced_and_none_is_lost(monkeypatch):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# What a hostile source costs the host, which neither parses nor walks it
+
+TERMS = "+".join(["'a'"] * 1000)
+HOSTILE_SOURCES = {
+    "dots": "x='{" + "." * 8000 + "'",
+    "many dots": "x='{" + "." * 59_000 + "'",
+    "brackets": "x='{" + "[" * 990 + "'",
+    "open brackets": "{" + "[" * 994,
+    "a list": "x = [" + ", ".join(f"{n}.{n}5" for n in range(1400)) + "]",
+    "a long sum as a subscript": f"x = {{}}\nx[{TERMS}] = 1",
+    "a long sum as a key": f"x = {{{TERMS}: 1}}",
+    "a long sum to format": f"'{{}}'.format({TERMS})",
+    "a limit without end": "import sys\nsys.setrecursionlimit(1e999)",
+    "imports": "import os\n" * 5900,
+    "nearly too many imports to search": "import os\n" * 790,
+    "names": "\n".join(f"x{n}.__class__" for n in range(3500)),
+    "200 KB": "x = 1\n" * 33_000,
+}
+
+
+@pytest.mark.parametrize("code", HOSTILE_SOURCES.values(), ids=HOSTILE_SOURCES)
+def test_hostile_sources_do_not_hold_the_loop(code):
+    async def most_held() -> float:
+        async with jail.loop_holds() as holds:
+            await asyncio.gather(*[sandbox.execute_code(f"{code}\n# {number}") for number in range(32)])
+        return max(holds)
+
+    async def rounds() -> float:
+        await sandbox.execute_code("print(1)")
+        return min([await most_held() for _ in range(5)])
+
+    sandbox = PythonSandbox(20, "256MB")
+    gc.collect()
+    assert asyncio.run(rounds()) < 0.005
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # A busy machine
 
 ON_A_BUSY_CORE = """
@@ -228,15 +266,17 @@ ON_A_BUSY_CORE = """
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     from tool_sandbox import PythonSandbox
     sandbox = PythonSandbox(1.0, "256MB")
-    work = "import time\\nwhile time.process_time() < 0.3: pass\\nprint('done')"
+    work = "import time\\nwhile time.process_time() < 0.1: pass\\nprint('done')"
+    async def call():
+        started = time.monotonic()
+        result = await sandbox.execute_code(work)
+        return result.outcome, time.monotonic() - started > 1.0
     async def main():
         print(await sandbox.execute_code("print(1)"))
         busy = [sys.executable, "-I", "-S", "-c", "while True: pass"]
-        burners = [subprocess.Popen(busy, start_new_session=True) for _ in range(5)]
+        burners = [subprocess.Popen(busy, start_new_session=True) for _ in range(8)]
         try:
-            started = time.monotonic()
-            result = await sandbox.execute_code(work)
-            print(result.outcome, time.monotonic() - started > 1.0)
+            print(await asyncio.gather(*[call() for _ in range(24)]))
         finally:
             for burner in burners:
                 burner.kill()
@@ -251,12 +291,11 @@ def run_host(code: str) -> subprocess.CompletedProcess:
 
 
 def test_work_that_is_short_is_not_too_slow_because_the_machine_is():
-    """0.3 seconds of work beside five busy processes on the one core there is take some two seconds."""
+    """Calls of 0.1 seconds of work, 24 at once beside eight busy processes on the one core there is, take many."""
     done = run_host(ON_A_BUSY_CORE)
-    outcome, waited = done.stdout.splitlines()[-1].split()
-    if waited == "False":
-        pytest.skip("this machine gave the call more of its core than its share")
-    assert outcome == "ok", done.stdout + done.stderr
+    outcomes, waited = zip(*ast.literal_eval(done.stdout.splitlines()[-1]), strict=True)
+    assert set(outcomes) == {"ok"}, done.stdout + done.stderr
+    assert any(waited), "this machine gave the calls more of its core than their share"
 
 
 WAITING = {
@@ -310,6 +349,7 @@ def used(**given) -> call._TimeUsed:
         (used(wall=45.0, cpu=0.1, ready=True), "SandboxError: a call got 0.10 seconds"),  # a wait that still lasts
         (used(cpu=1.0, waited=999.0), "SandboxError: a call got 1.00 seconds of processor time in 1000 seconds"),
         (used(wall=2.1, cpu=0.1, waited=2.0), "ok"),  # short work on a busy machine
+        (used(wall=2.1, cpu=0.1, waited=90.0), "ok"),  # of a child that had waited long before it had its source
     ],
 )
 def test_only_what_was_the_calls_own_time_counts(monkeypatch, times, words):
@@ -317,7 +357,7 @@ def test_only_what_was_the_calls_own_time_counts(monkeypatch, times, words):
     monkeypatch.setattr(call, "_time_used", lambda process, started: times)
     code = "import time\ntime.sleep(0.5)" if words == "ok" else "import time\ntime.sleep(100)"
     try:
-        output = jail.run(code, timeout=20 if words == "processor time" else 0.3 if words == "ok" else 2)
+        output = jail.run(code, timeout=0.3 if words == "ok" else 2)
     except SandboxError as error:
         output = f"SandboxError: {error}"
     assert words in output or (words, output.outcome) == ("ok", "ok")

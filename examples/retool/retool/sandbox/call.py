@@ -231,6 +231,7 @@ class _Conversation:
             self.unmoved_since = self.seen.wall
         self.seen = used
         waited = used.waited + (used.wall - self.unmoved_since if used.ready else 0.0)
+        waited = min(waited, max(used.wall - used.cpu, 0.0))  # the rest was before the child had its source
         own = used.wall - waited
         if own >= self.timeout:
             self.reply.ended, self.reply.cpu_seconds = "timeout", used.cpu

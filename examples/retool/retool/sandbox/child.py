@@ -41,7 +41,9 @@ SOURCE_NAME = "<code>"
 
 # What `re`, `traceback` and Python itself (for long integers) import late, each in some version. No path can be opened
 # then, so it is loaded beforehand.
-LATE_MODULES = ("unicodedata", "_sha2", "_pylong", "_colorize", "linecache", "tokenize")
+LATE_MODULES = ["unicodedata", "_sha2", "_pylong", "_colorize", "linecache", "tokenize"]
+if sys.version_info >= (3, 12):
+    LATE_MODULES.append("typing")  # for type parameters
 LATE_PARTS = {"matplotlib": ("matplotlib.pyplot",)}  # of libraries
 LATE_CODECS = (
     "ascii latin-1 utf-8 utf-8-sig utf-16 utf-16-le utf-16-be utf-32 utf-32-le utf-32-be utf-7 cp437 cp1252"

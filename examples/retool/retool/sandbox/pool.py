@@ -19,7 +19,6 @@ import importlib.util
 import logging
 import marshal
 import os
-import re
 import socket
 import subprocess
 import sys
@@ -47,6 +46,7 @@ ENVIRONMENT = {
     **{f"{library}_NUM_THREADS": "1" for library in ("OPENBLAS", "OMP", "MKL", "NUMEXPR", "VECLIB_MAXIMUM")},
 }
 MAX_START_SECONDS = 60.0
+MAX_SEARCHED_CHARS = 8000  # of the longest source in which names of modules are looked for
 MAX_WORKERS = 5  # of one sandbox there are two (`worker_keys`); over this the longest unused one goes
 PREFORKED_CHILDREN = 16
 FORKS_PER_REQUEST = 8  # in a row, since the worker has some ninety pages copied on its way to the next request
@@ -91,19 +91,22 @@ def worker_keys(allowed: frozenset[str], memory_bytes: int, layers_off: tuple[st
 
 
 def worker_key(keys: tuple[WorkerKey, ...], code: str) -> WorkerKey:
-    """The last of `worker_keys` of which a module that the ones before lack is named in this source: one look, in
-    linear time. That a name may be a part of another word only costs that call a larger worker."""
+    """The last of `worker_keys` of which a module that the ones before lack is named in this source. That a name may
+    be a part of another word only costs that call a larger worker, as does a source that is too long to look for all
+    names: on the event loop that would take a millisecond for each."""
     if "import" not in code and code.isascii():  # Python reads look-alike letters
         return keys[0]
-    if len(keys) > 2 and _any_of(keys[2].libraries).search(code):
+    if len(code) > MAX_SEARCHED_CHARS:
+        return keys[-1]
+    if len(keys) > 2 and any(library in code for library in keys[2].libraries):
         return keys[2]
-    return keys[1] if _any_of(keys[1].modules).search(code) or not code.isascii() else keys[0]
+    return keys[1] if not code.isascii() or any(word in code for word in _words(keys[1].modules)) else keys[0]
 
 
 @functools.lru_cache(maxsize=64)
-def _any_of(modules: tuple[str, ...]) -> re.Pattern[str]:
-    names = {module.split(".")[0] for module in modules} - COMMON_MODULES | LATE_IMPORTS.keys()
-    return re.compile("|".join(map(re.escape, sorted(names))))
+def _words(modules: tuple[str, ...]) -> frozenset[str]:
+    """By which a source is seen to need what the smallest worker lacks."""
+    return frozenset({module.split(".")[0] for module in modules} - COMMON_MODULES | LATE_IMPORTS.keys())
 
 
 class Worker:
