@@ -3,10 +3,8 @@
 import asyncio
 import contextlib
 import gc
-import importlib
 import json
 import os
-import random
 import subprocess
 import sys
 import textwrap
