@@ -359,7 +359,9 @@ def compile_program(source: str) -> tuple[list, types.CodeType | None]:
         return [code] * (not empty), None
     import _ast  # only here: the classes of its nodes are a tenth of the memory that each fork would share
 
-    *before, last = compile(source, SOURCE_NAME, "exec", _ast.PyCF_ONLY_AST, dont_inherit=True).body
+    tree = compile(source, SOURCE_NAME, "exec", _ast.PyCF_ONLY_AST, dont_inherit=True)
+    assert isinstance(tree, _ast.Module)
+    *before, last = tree.body
     if not isinstance(last, _ast.Expr):
         return [code], None
     line = 0  # the last on which something else may be

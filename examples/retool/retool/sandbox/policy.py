@@ -62,18 +62,23 @@ _KINDS: dict[int, tuple[int, int]] = {
 _IMPORT_NAME, _EXTENDED = opcode.opmap["IMPORT_NAME"], opcode.EXTENDED_ARG
 
 
-class _Use(namedtuple("_Use", ("kind", "name", "of", "code", "position"))):
-    """What an instruction does with a name.
+# What an instruction does with a name.
+_Use = namedtuple(
+    "_Use",
+    (
+        "kind",
+        "name",
+        "of",  # the module that it is taken from, or the name whose attribute it is; "" where that is no name
+        "code",
+        "position",  # of the instruction in its code, in instructions
+    ),
+)
 
-    Attributes:
-        of: the module that it is taken from, or the name whose attribute it is; "" where that is no name.
-        position: of the instruction in its code, in instructions.
-    """
 
-    def line(self) -> int:
-        offset = 2 * self.position
-        lines = (line for start, end, line in self.code.co_lines() if start <= offset < end)
-        return next(lines, None) or self.code.co_firstlineno
+def _line(code: CodeType, position: int) -> int:
+    offset = 2 * position
+    lines = (line for start, end, line in code.co_lines() if start <= offset < end)
+    return next(lines, None) or code.co_firstlineno
 
 
 def refusal(codes: Iterable[CodeType], allowed: frozenset[str]) -> str:
@@ -101,7 +106,7 @@ def refusal(codes: Iterable[CodeType], allowed: frozenset[str]) -> str:
             problems.setdefault(problem, use)
     if not problems:
         return ""
-    shown = sorted((use.line(), problem) for problem, use in list(problems.items())[:MAX_PROBLEMS])
+    shown = sorted((_line(use.code, use.position), problem) for problem, use in list(problems.items())[:MAX_PROBLEMS])
     listed = [f"line {line}: {problem}" for line, problem in shown]
     if len(problems) > MAX_PROBLEMS:
         listed.append(f"and {len(problems) - MAX_PROBLEMS} more")
