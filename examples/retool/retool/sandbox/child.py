@@ -335,7 +335,8 @@ MAX_TRIES = 4  # to find where the last statement begins, until the tree is aske
 
 
 def compile_program(source: str) -> tuple[list, types.CodeType | None]:
-    """(Codes to execute in turn, one to evaluate then and to show), as a notebook cell, whose last expression is shown.
+    """As a notebook cell, whose last expression is shown: (codes to execute in turn; one to evaluate and show, or
+    None).
 
     It is looked for at the end: the lines from the last one on that could begin a statement are compiled as an
     expression, and what is before them by itself. If both can be compiled, that is where the last statement begins,
