@@ -274,7 +274,8 @@ def test_vimes_own_rollouts_continue_what_they_aborted(own_rollouts, mode):
     whole, broken = (json.loads((own_rollouts / f"{mode}-{how}.json").read_text()) for how in ("whole", "broken"))
     assert len(whole["samples"]) == 8
     assert broken["samples"] == whole["samples"]
-    assert sorted(set(broken["finished"])) == sorted(set(whole["finished"]))
+    codes = {f"print({number}, {call})" for number in range(8) for call in (1, 2)}
+    assert codes <= set(whole["finished"]) and codes <= set(broken["finished"])
     assert broken["cut"] > whole["cut"] == 0, "nothing was aborted"
     for number in broken["started"]:  # a call is not made again where its episode is continued
         assert broken["finished"].count(f"print({number}, 1)") <= broken["started"].count(number)
