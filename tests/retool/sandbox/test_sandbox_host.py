@@ -386,13 +386,13 @@ MISHAPS = {
 
 @pytest.mark.parametrize("code", MISHAPS.values(), ids=MISHAPS)
 def test_a_call_that_goes_wrong_harms_no_other(code):
-    sandbox = unchecked(2, "200MB")
+    sandbox = unchecked(20, "200MB")
 
     async def scenario():
         beside = [
             asyncio.create_task(sandbox.execute_code("import time\ntime.sleep(0.3)\nprint(1)")) for _ in range(3)
         ]
-        result = await sandbox.execute_code(code)
+        result = await unchecked(0.5, "200MB").execute_code(code)
         assert result.outcome != "ok" and "Error" in result
         assert await asyncio.gather(*beside) == ["Output:\n1"] * 3
         assert await sandbox.execute_code("print(2)") == "Output:\n2"
