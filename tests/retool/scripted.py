@@ -27,7 +27,7 @@ from vime.utils.types import Sample
 
 CHAT_TOKENS = ["<|im_start|>", "<|im_end|>", "<|endoftext|>", "<tool_call>", "</tool_call>", "<think>", "</think>"]
 CHAT_TOKENS += ["<tool_response>", "</tool_response>"]
-# An HTTP client reads the machine's certificates when it is made, which takes longer than an episode; none is used here.
+# Whoever makes an HTTP client reads the machine's certificates, which takes longer than an episode; none is used here.
 tls = functools.cache(ssl.create_default_context)
 FIRST_CHAT_ID = 0x110000
 FIRST_PAIR_ID = 0x120000
