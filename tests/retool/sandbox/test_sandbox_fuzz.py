@@ -20,6 +20,7 @@ import pytest
 import tool_sandbox
 from retool.metrics import OUTCOMES
 from retool.sandbox import call, child, pool, wire
+from retool.sandbox import worker as worker_module
 from retool.sandbox.policy_tables import DEFAULT_MODULES
 from retool.sandbox.results import Reply, observation
 
@@ -107,6 +108,72 @@ def test_random_records_from_a_call_harm_neither_host_nor_worker():
         output = jail.run(jail.with_helpers(RANDOM_SENDER.format(seed=seed, letters=LETTERS)))
         check(output, label)
         check_next_call(label)
+
+
+INSIDE = "child, wire = (sys.modules['retool.sandbox.' + name] for name in ('child', 'wire'))\n"
+WORKERS = "import gc\nfor worker in [o for o in gc.get_objects() if type(o).__name__ == 'Worker']:\n"
+PASSED_OFF = {
+    "not confined": "os.write(own_descriptor(), b'Slandlock: no')\nos._exit(70)",
+    "not confined, and stays": "os.write(own_descriptor(), b'Slandlock: no')\nos.close(own_descriptor())\ntime.sleep(9)",
+    "empty records": "for _ in range(9): _libc.send(own_descriptor(), b'', 0, 0)",
+    "empty records without end": "while True: _libc.send(own_descriptor(), b'', 0, 0)",
+    "an empty record, and stays": "_libc.send(own_descriptor(), b'', 0, 0)\ntime.sleep(9)",
+    "every letter": "for n in range(256): os.write(own_descriptor(), bytes([n]) + b'x')\nos._exit(3)",
+    "a worker's words": "for word in (b'X0', b'X70', b'X-9', b'P', b'T'): os.write(own_descriptor(), word)\nos._exit(9)",
+    "another last letter": INSIDE + "wire.DONE = child.DONE = b'S'",
+    "no end": "os._exit = lambda *_: None\nos.write = lambda *_: 0",
+    "no end, and forks": "os._exit = lambda *_: None\nos.write = lambda *_: 0\nos.fork = lambda: 0",
+    "no flush": INSIDE + "child.flush = lambda *_: time.sleep(9)",
+    "a flush that fails": INSIDE + "child.flush = lambda *_: 1 / 0",
+    "no streams": INSIDE + "sys.stdout.close()\nchild.STDOUT, child.STDERR = None, 5",
+    "a description that ends": INSIDE + "child.describe = lambda *_: sys.exit(70)\n1 / 0",
+    "an exception that ends": "class E(Exception):\n    def __str__(self): os._exit(70)\nraise E",
+    "a nameless exception": "class M(type): __name__ = property(lambda _: 1 / 0)\nclass E(Exception, metaclass=M): pass\nraise E",
+    "a group of groups": "e = ValueError()\nfor _ in range(9999): e = ExceptionGroup('g', [e])\nraise e",
+    "the worker's leashes": WORKERS + "    for leash, _ in worker.calls.values(): reached_by(leash.send, b'X70')",
+    "the worker's control": WORKERS + "    reached_by(worker.control.send, b'F')",
+    "the worker's signals": WORKERS + "    for number in worker.calls: reached_by(worker.signal, number, 9)",
+}
+REACHED_BY = "def reached_by(function, *given):\n    try: got(function(*given))\n    except OSError: pass\n"
+
+
+def test_what_passes_itself_off_as_a_failure_of_the_sandbox_is_an_observation():
+    async def all_of_them():
+        sandbox, remaining, told = jail.sandbox(timeout=1.0), iter(PASSED_OFF.items()), {}
+
+        async def lane():
+            for name, code in remaining:
+                told[name] = await sandbox.execute_code(jail.with_helpers(REACHED_BY + code))
+
+        await asyncio.gather(*[lane() for _ in range(8)])
+        return told
+
+    check_next_call("before")
+    workers = pool.POOL.workers()
+    for name, output in asyncio.run(all_of_them()).items():
+        check(output, name)
+        assert "GOT" not in output, name
+    check_next_call("after what passes itself off")
+    assert set(workers) <= set(pool.POOL.workers())
+
+
+SWEEP = """
+skipped = SKIPPED
+done = []
+for number in set(range(480)) - skipped:
+    ctypes.set_errno(0)
+    if _libc.syscall(ctypes.c_long(number), *[ctypes.c_long(-1)] * 6) != -1 or ctypes.get_errno() not in (1, 38):
+        done.append(number)
+print(done)
+"""
+
+
+def test_no_system_call_is_there_but_those_of_the_table():
+    """Each of the others is tried, with arguments that make no sense."""
+    allowed = {numbers[jail.COLUMN] for numbers in worker_module.CHILD_CALLS.values()}
+    uretprobe = {335, 336} if jail.COLUMN == 0 else set()  # no filter is asked; without a probe they end the caller
+    done = jail.run(jail.with_helpers(SWEEP.replace("SKIPPED", repr(allowed | uretprobe))))
+    assert done == "Output:\n[]"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
