@@ -41,6 +41,9 @@ class Parts(NamedTuple):
     notice: str = ""  # how it ended otherwise, in the sandbox's words
 
 
+_SYNTAX_ERROR = re.compile(r"\A(line \d+)((?:\n    [^\n]*)*)\n(\w+: .*)\Z", re.S)
+
+
 def word(parts: Parts, dialect: str | None) -> str:
     """The observation of a call in a dialect of `retool.actions`."""
     if dialect == "code":
@@ -49,10 +52,11 @@ def word(parts: Parts, dialect: str | None) -> str:
         )
         notice = parts.notice if exception or not parts.notice else f"Error: {parts.notice}"
         return "\n".join(filter(None, [parts.output, parts.errors, exception, notice]))
+    exception = _SYNTAX_ERROR.sub(r"\1: \3\2", parts.exception)  # the reason first: what follows may be long
     sections = [] if parts.output is None else [f"Output:\n{parts.output}"]
     if parts.errors is not None:
         sections.append(f"Errors:\n{parts.errors}")
-    if problem := "\n".join(filter(None, [parts.exception, parts.notice])):
+    if problem := "\n".join(filter(None, [exception, parts.notice])):
         sections.append(f"Error: {problem}")
     return "\n\n".join(sections) or NO_OUTPUT
 
