@@ -295,14 +295,17 @@ def test_nothing_grows_over_many_calls_of_every_kind(monkeypatch, tmp_path):
 
     def state():
         jail.prefork_all()
+        assert jail.settles(lambda: processes() == jail.resting_processes(), 60), "a process remains"
         return descriptors(), processes(), len(list(tmp_path.iterdir())), threading.active_count()
 
+    def not_more() -> bool:
+        return all(now <= then for now, then in zip(state(), before, strict=True))
+
     asyncio.run(batch())
-    before = settled(state, None, 0.5)
+    before = state()
     for _ in range(3):
         asyncio.run(batch())
-    after = settled(state, before)
-    assert after[0] <= before[0] and after[1:3] == before[1:3] and after[3] <= before[3]
+    assert settled(not_more, True), (before, state())
 
 
 # ---------------------------------------------------------------------------------------------------------------------
