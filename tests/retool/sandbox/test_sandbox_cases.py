@@ -203,6 +203,15 @@ def test_unreadable_memory_limit_is_named():
         PythonSandbox(1, "lots")
 
 
+def test_a_call_starts_with_the_names_of_plain_python():
+    code = "import builtins\nprint(*sorted(vars(builtins)))"
+    plain = subprocess.run([sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True, check=True)
+    sandbox = PythonSandbox(20, "1GB")
+    sandbox._check_code_safety = lambda code: (True, "")
+    names = asyncio.run(sandbox.execute_code(code)).removeprefix("Output:\n").split()
+    assert set(names) == {"exit", "quit", *plain.stdout.split()}
+
+
 def test_calls_share_nothing():
     mark = "MARK_" + str(time.time_ns())
     run(f"{mark} = '{mark}'\nimport random\nrandom.seed(1)\nprint({mark})")
@@ -659,7 +668,7 @@ def test_refusal_is_an_observation_that_names_what_may_be_used():
 def test_allowed_modules_can_be_widened_and_narrowed():
     sandbox = PythonSandbox(20, "1GB")
     sandbox.allowed_modules |= {"string", "hashlib"}
-    sandbox.allowed_modules -= {"random"}
+    sandbox.allowed_modules -= {"random", "math"}
     assert sandbox._check_code_safety("import hashlib\nimport string")[0]
     assert not sandbox._check_code_safety("import random")[0]
     result = asyncio.run(sandbox.execute_code("import hashlib\nprint(hashlib.sha256(b'x').hexdigest()[:6])"))

@@ -77,7 +77,7 @@ def preload(settings) -> None:
         sys.set_int_max_str_digits(0)  # number theory prints long integers; the clock bounds what that costs
     # What the compiler finds odd in a program is no part of what it printed.
     warnings.filterwarnings("ignore", module=re.escape(SOURCE_NAME))
-    rehearse(settings.allowed)
+    rehearse()
     sys.setrecursionlimit(sys.getrecursionlimit() + OWN_FRAMES)
 
 
@@ -529,14 +529,14 @@ def run_call(namespace: dict, allowed: frozenset[str], call: socket.socket) -> N
     os.write(_call, letter + text.encode("utf-8", "backslashreplace")[: MAX_RECORD_BYTES - 1])
 
 
-def rehearse(allowed: frozenset[str]) -> None:
+def rehearse() -> None:
     """Run some calls in the worker. What Python sets up at a first compilation, and notes down as it runs, each child
     would else do anew, on pages of its own: a short call would cost twice as much."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     for _ in range(20):  # more than the times after which Python makes an instruction special
-        ours.send(wire.request(wire.CHECK_AND_RUN, 1000, "import math\nx = [n for n in range(3)]\nmath.pi"))
-        run_call({}, allowed, theirs)
-        while ours.recv(MAX_RECORD_BYTES)[:1] != DONE:
+        ours.send(wire.request(wire.CHECK_AND_RUN, 1000, "import math\nx = [n for n in range(3)]\nprint(math.pi)"))
+        run_call({}, frozenset({"math"}), theirs)
+        while ours.recv(MAX_RECORD_BYTES)[:1] == OUTPUT:
             pass
         RECORDS[0].count = 0
     for end in (ours, theirs):
