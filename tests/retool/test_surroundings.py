@@ -45,48 +45,59 @@ def start(tmp_path):
         path.chmod(0o755)
     settings = {"RETOOL_CACHE": str(tmp_path / "cache"), "RETOOL_QWEN3_TOKENIZER": "x"}
 
-    def started(ends: str) -> subprocess.Popen:
-        environment = {**os.environ, **settings, "RETOOL_ENDS": ends}
+    def started(vime: str = "", **ends: object) -> subprocess.Popen:
+        said = " ".join(f"{lane}={ends.get(lane, 0)}" for lane in (*LANES, "standin"))
+        environment = {**os.environ, **settings, "VIME_ROOT": vime, "RETOOL_ENDS": said}
         command = ["bash", tmp_path / "tests/retool/run.sh"]
         return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
     return started
 
 
+LANES = ("computing", "waiting", "engines", "timing")
+
+
 @pytest.mark.parametrize(
-    "computing, waiting, timing, code",
+    "ends, code",
     [
-        (0, 0, 0, 0),
-        (0, 1, 0, 1),
-        (2, 0, 0, 2),
-        (0, 0, 1, 1),
-        (5, 0, 5, 0),
-        (1, 5, 5, 1),
-        (5, 5, 5, 5),
-        (5, 139, 0, 139),
+        ((0, 0, 0, 0), 0),
+        ((0, 1, 0, 0), 1),
+        ((2, 0, 0, 0), 2),
+        ((0, 0, 3, 0), 3),
+        ((0, 0, 0, 1), 1),
+        ((5, 0, 5, 5), 0),
+        ((1, 5, 5, 5), 1),
+        ((5, 5, 5, 5), 5),
+        ((5, 139, 0, 0), 139),
     ],
 )
-def test_the_command_ends_as_the_worst_of_its_lanes(start, computing, waiting, timing, code):
-    process = start(f"computing={computing} waiting={waiting} timing={timing}")
+def test_the_command_ends_as_the_worst_of_its_lanes(start, ends, code):
+    process = start(**dict(zip(LANES, ends, strict=True)))
     said, _ = process.communicate(timeout=60)
     assert process.returncode == code, said
-    slowest, _, ends = said.partition("the ten slowest")[2].strip().partition("\n\n")
-    assert slowest.split("\n") == [f"{9 * len(f'{lane}.')}.00s call     {lane}" for lane in LANES], said
-    ended = [f"{lane:10} {lane} has ended" for lane in LANES]
-    assert ends.splitlines()[:3] == ended and ends.splitlines()[3].startswith("all of it took 0 min"), said
+    slowest, _, ended = said.partition("the ten slowest")[2].strip().partition("\n\n")
+    longest = sorted((len(f"{lane}.") for lane in LANES), reverse=True)
+    assert [line.split()[0] for line in slowest.split("\n")] == [f"{9 * length}.00s" for length in longest], said
+    assert ended.splitlines()[:4] == [f"{lane:10} {lane} has ended" for lane in LANES], said
+    assert ended.splitlines()[4].startswith("all of it took 0 min"), said
 
 
-LANES = ("computing", "waiting", "timing")
+@pytest.mark.parametrize("standin, code", [(0, 0), (1, 1)])
+def test_beside_a_checkout_of_vime_the_loop_goes_through_the_stand_in_too(start, standin, code):
+    process = start(vime="/a/checkout", standin=standin)
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == code and said.count("\nstandin    standin has ended\n") == 1, said
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_every_lane_once(start, tmp_path, signum):
-    process = start("computing=waits waiting=waits")
-    wait_for(lambda: sum("waits" in log.read_text() for log in (tmp_path / "cache").glob("tests.*/*.log")) == 2, 30)
+    process = start(computing="waits", waiting="waits", engines="waits")
+    wait_for(lambda: sum("waits" in log.read_text() for log in (tmp_path / "cache").glob("tests.*/*.log")) == 3, 30)
     process.send_signal(signum)
     said, _ = process.communicate(timeout=60)
     assert process.returncode == 128 + signum, said
-    assert said.partition("=== waiting")[2].count("interrupted") == 1 and "computing interrupted" in said
+    assert all(said.count(f"{lane} interrupted") == 1 for lane in ("waiting", "engines"))
+    assert "computing interrupted" in said  # twice: its output is shown while it runs
     assert not list((tmp_path / "cache").glob("tests.*")), "its temporary files were left"
 
 
