@@ -75,10 +75,10 @@ for argument in "$@"; do # a file or folder that is named takes the place of all
     fi
 done
 
-# Tests wait for other processes more than they compute, so lanes run side by side, about as long as each other. What is
-# not named here computes; in the second lane the sandbox's hostile calls wait for their limits, beside the browser, the
-# one Ray cluster and the rollouts that are to end; in the third are engines and the trainer, which take what memory and
-# processors there are, one after the other. What measures time comes after them.
+# Tests wait for other processes more than they compute, so lanes run side by side, about as long as each other. What
+# is not named here computes; in the second lane the sandbox's hostile calls wait for their limits, beside the
+# browser, the one Ray cluster and the rollouts that are to end; in the third are engines and the trainer, which take
+# what memory and processors there are, one after the other. What measures time comes after them.
 waiting=(tests/retool/{sandbox,view} tests/retool/loop/test_{ending,posters}.py tests/retool/test_surroundings.py)
 engines=(tests/retool/{train,cpu})
 timing=(tests/retool/sandbox/test_sandbox_load.py)
