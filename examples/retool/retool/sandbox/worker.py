@@ -245,8 +245,8 @@ class Confinement:
     Attributes:
         missing: layers that do not hold, and why.
         steps, last_steps: of a child, before and after its descriptors are closed (Landlock's ruleset is one). By
-            name, in order, calls bound to their arguments once, as what a child looks up is pages to copy. A call that
-            raises, or returns something else than nothing or 0, ends the child, which says the name.
+            name, in order, calls bound to their arguments. One that raises, or returns something else than nothing or
+            0, ends the child, which says the name.
         epoll, ended: what the worker waits on; readable when a child has ended.
     """
 
@@ -469,14 +469,13 @@ LAYERS = (
 
 def take_steps(steps: dict[str, Callable[[], object]], call: int) -> None:
     """Every step, or the end of this child, with a record that names the step and its error."""
-    for step in steps.values():  # their names would be pages to copy
+    for name, step in steps.items():
         try:
             if not step():
                 continue
             reason = os.strerror(ctypes.get_errno())
         except (OSError, ValueError) as error:
             reason = str(error)
-        name = next(name for name, taken in steps.items() if taken is step)
         os.write(call, NOT_CONFINED + f"{name}: {reason}".encode())
         os._exit(SETUP_FAILED)
 
