@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 
 def wait_for(condition: Callable[[], object], seconds: float = 120) -> bool:
@@ -16,8 +17,14 @@ def wait_for(condition: Callable[[], object], seconds: float = 120) -> bool:
     return True
 
 
-def processes(zombies: bool = False) -> dict[int, tuple[int, int]]:
-    """(parent, group) of every process."""
+class Process(NamedTuple):
+    parent: int
+    group: int
+    state: str
+
+
+def processes(zombies: bool = False) -> dict[int, Process]:
+    """All that there are on this machine."""
     found = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -26,19 +33,19 @@ def processes(zombies: bool = False) -> dict[int, tuple[int, int]]:
             except OSError:
                 continue  # it has ended meanwhile
             if zombies or state != "Z":
-                found[int(entry.name)] = (int(parent), int(group))
+                found[int(entry.name)] = Process(int(parent), int(group), state)
     return found
 
 
 def descendants(root: int, zombies: bool = False) -> set[int]:
     table, found = processes(zombies), {root}
-    while more := {pid for pid, (parent, _) in table.items() if parent in found} - found:
+    while more := {pid for pid, process in table.items() if process.parent in found} - found:
         found |= more
     return found - {root}
 
 
 def group_of(group: int) -> set[int]:
-    return {pid for pid, (_, its_group) in processes().items() if its_group == group}
+    return {pid for pid, process in processes().items() if process.group == group}
 
 
 def alive(pid: int) -> bool:

@@ -26,6 +26,7 @@ from typing import NamedTuple
 import tool_sandbox
 from retool.sandbox import pool, wire
 from retool.sandbox.pool import POOL
+from watching import descendants
 
 SECONDS = 20.0  # for calls that end by themselves in milliseconds: generous, so that a busy machine changes no result
 MEMORY = "256MB"
@@ -344,28 +345,9 @@ def outside():
             world.close()
 
 
-def descendants(pid: int) -> set[int]:
-    """All living processes below `pid`, zombies included."""
-    parents = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with contextlib.suppress(OSError):
-                fields = (entry / "stat").read_text().rpartition(")")[2].split()
-                parents[int(entry.name)] = int(fields[1])
-    found: set[int] = set()
-    while new := {child for child, parent in parents.items() if parent in found | {pid}} - found:
-        found |= new
-    return found
-
-
-def settles(condition, seconds: float = 10.0) -> bool:
-    """Whether `condition` comes true in time."""
-    end = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.02)
-    return True
+def below() -> set[int]:
+    """All processes below this one, zombies included."""
+    return descendants(os.getpid(), zombies=True)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from retool.sandbox import call, child, pool, wire
 from retool.sandbox import worker as worker_module
 from retool.sandbox.policy_tables import DEFAULT_MODULES
 from retool.sandbox.results import Reply, observation
+from watching import descendants, wait_for
 
 SEED = int(os.environ.get("RETOOL_FUZZ_SEED", "1"))
 ROUNDS = int(os.environ.get("RETOOL_FUZZ_ROUNDS", "60"))
@@ -246,7 +247,7 @@ def test_calls_that_are_closed_at_random_moments_leave_nothing(worker):
         time.sleep(draw.random() * 0.005)
         running.close()
     assert not worker.is_dead()
-    assert jail.settles(lambda: len(jail.descendants(process)) <= 1 + len(worker.preforked))
+    assert wait_for(lambda: len(descendants(process, zombies=True)) <= 1 + len(worker.preforked), 10)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -296,7 +297,7 @@ def no_workers():
     before = len(os.listdir("/proc/self/fd"))
     yield
     tool_sandbox.shutdown()
-    assert jail.settles(lambda: len(os.listdir("/proc/self/fd")) <= before), "descriptors remain"
+    assert wait_for(lambda: len(os.listdir("/proc/self/fd")) <= before, 10), "descriptors remain"
 
 
 def test_a_worker_that_sends_anything_is_an_observation_or_an_infrastructure_error(monkeypatch, no_workers):

@@ -16,10 +16,12 @@ from pathlib import Path
 import jail
 import pytest
 import tool_sandbox
+import watching
 from retool.sandbox import pool
 from retool.sandbox.pool import POOL
 from retool.sandbox.semaphore import ProcessSemaphore
 from tool_sandbox import PythonSandbox, SandboxError, ToolRegistry
+from watching import assert_ended, descendants, wait_for
 
 EXAMPLE = Path(tool_sandbox.__file__).parent
 BUSY = "while True:\n    pass"
@@ -32,27 +34,8 @@ def unchecked(timeout=20.0, memory="1GB") -> PythonSandbox:
     return sandbox
 
 
-def parents() -> dict[int, tuple[int, str]]:
-    """Every process: its parent's id and its state."""
-    found = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with contextlib.suppress(OSError):
-                state, parent = (entry / "stat").read_text().rpartition(") ")[2].split()[:2]
-                found[int(entry.name)] = int(parent), state
-    return found
-
-
-def descendants(root: int) -> set[int]:
-    table, found, new = parents(), set(), {root}
-    while new:
-        new = {process for process, (parent, _) in table.items() if parent in new} - found
-        found |= new
-    return found
-
-
 def processes(root: int | None = None) -> int:
-    return len(descendants(root or os.getpid()))
+    return len(descendants(root or os.getpid(), zombies=True))
 
 
 def settled(measure, expected, seconds: float = 5.0):
@@ -71,8 +54,7 @@ def descriptors() -> int:
 def worker_process() -> int:
     """The process that forks: the only child of the one that waits outside its namespace, or that one itself."""
     outer = POOL.workers()[0].process.pid
-    table = parents()
-    inner = [process for process, (parent, _) in table.items() if parent == outer]
+    inner = [pid for pid, process in watching.processes().items() if process.parent == outer]
     if len(inner) == 1:
         return inner[0]
     return outer
@@ -295,7 +277,7 @@ def test_nothing_grows_over_many_calls_of_every_kind(monkeypatch, tmp_path):
 
     def state():
         jail.prefork_all()
-        assert jail.settles(lambda: processes() == jail.resting_processes(), 60), "a process remains"
+        wait_for(lambda: processes() == jail.resting_processes(), 60)
         return descriptors(), processes(), len(list(tmp_path.iterdir())), threading.active_count()
 
     def not_more() -> bool:
@@ -433,7 +415,7 @@ def test_waiting_children_that_died_cost_no_call():
     worker = worker_process()
 
     def left_alive() -> int:
-        for process in descendants(worker):  # more while the worker still forks
+        for process in descendants(worker, zombies=True):  # more while the worker still forks
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
         return processes(worker)
@@ -458,8 +440,8 @@ def test_a_worker_that_does_not_respond_is_replaced_and_the_call_sent_again(monk
             for process in descendants(outer) | {outer}:  # more while the worker still forks
                 with contextlib.suppress(ProcessLookupError):  # the first call's child, on its way out
                     os.kill(process, signal.SIGSTOP)
-            table = parents()
-            return all(table[process][1] in "TZ" for process in descendants(outer) | {outer} if process in table)
+            table = watching.processes()
+            return all(table[process].state == "T" for process in descendants(outer) | {outer} if process in table)
 
         assert settled(stopped, True)  # else a waiting child may still take the call
         assert await asyncio.wait_for(sandbox.execute_code("print(2)"), 15) == "Output:\n2"
@@ -499,8 +481,7 @@ def test_everything_ends_with_a_killed_host():
     assert len(started) >= 3
     host.kill()
     host.communicate()
-    left = settled(lambda: [p for p in started if parents().get(p, (0, "Z"))[1] != "Z"], [])
-    assert left == []
+    assert_ended(started)
 
 
 def test_a_forked_host_starts_workers_of_its_own():

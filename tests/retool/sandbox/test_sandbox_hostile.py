@@ -17,6 +17,7 @@ import jail
 import pytest
 import tool_sandbox
 from retool.sandbox.pool import PREFORKED_CHILDREN
+from watching import wait_for
 
 pytestmark = pytest.mark.skipif(jail.COLUMN is None, reason="no table of system calls for this machine's architecture")
 
@@ -506,7 +507,7 @@ def test_call_ends_and_nothing_else_is_harmed(hostile, ended):
 
 def test_no_process_of_theirs_remains(ended):
     check_next_call()
-    assert jail.settles(lambda: len(jail.descendants(os.getpid())) <= jail.resting_processes())
+    assert wait_for(lambda: len(jail.below()) <= jail.resting_processes(), 10)
 
 
 def check_next_call():
@@ -557,7 +558,7 @@ def test_no_process_outlives_its_call(layer):
         pytest.skip(f"{layer} is not to be had here: {missing[layer]}")
     output = jail.run(jail.with_helpers(DAEMON), disabled=jail.alone(layer))
     assert output.outcome == "error" and "GOT" not in output
-    assert jail.settles(lambda: len(jail.descendants(os.getpid())) <= jail.resting_processes())
+    assert wait_for(lambda: len(jail.below()) <= jail.resting_processes(), 10)
 
 
 @pytest.mark.parametrize("ending", ["", "os._exit(0)", "while True: pass"], ids=["returns", "exits", "runs"])
@@ -566,7 +567,7 @@ def test_the_worker_ends_what_is_left_of_a_calls_group(ending):
     code = f"if os.fork() == 0: time.sleep(60)\nprint('forked', flush=True)\n{ending}"
     output = jail.run(jail.with_helpers(code), disabled=("seccomp", "limits"), timeout=ENDLESS)
     assert "forked" in output
-    assert jail.settles(lambda: len(jail.descendants(os.getpid())) <= jail.resting_processes())
+    assert wait_for(lambda: len(jail.below()) <= jail.resting_processes(), 10)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import jail
 import pytest
 from retool.sandbox.pool import FIRST_PRIVATE_USER
+from watching import wait_for
 
 CALLS = int(os.environ.get("RETOOL_SOAK_CALLS", "3000"))
 IN_FLIGHT = 16
@@ -96,8 +97,8 @@ def descriptors(pid: int) -> int:
 def resting_workers() -> set[int]:
     """The processes that stay: below this one, without children that end by themselves in a moment."""
     jail.prefork_all()
-    jail.settles(lambda: len(jail.descendants(os.getpid())) == jail.resting_processes())
-    return jail.descendants(os.getpid())
+    wait_for(lambda: len(jail.below()) == jail.resting_processes(), 10)
+    return jail.below()
 
 
 async def one_call(draw: random.Random) -> str:
