@@ -237,6 +237,14 @@ def test_each_call_draws_its_own_numbers(code):
     assert len(outputs) == 2 * FORKS_PER_REQUEST and all(output.outcome == "ok" for output in outputs)
 
 
+def test_each_call_draws_its_own_numbers_from_what_a_library_holds(monkeypatch, tmp_path):
+    """As sympy holds a generator; without its seed all children of a worker would draw the same."""
+    (tmp_path / "retool_dice.py").write_text("import random\nDICE = random.Random()\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    outputs = {run("import retool_dice\nretool_dice.DICE.random()", modules={"retool_dice"}) for _ in range(9)}
+    assert len(outputs) == 9 and all(output.outcome == "ok" for output in outputs)
+
+
 @pytest.mark.parametrize("module", sorted(DEFAULT_MODULES))
 def test_every_default_module_is_there_beside_any_other(module):
     assert run(f"import math, {module} as m\nprint(m.__name__, math.pi > 3)") == f"Output:\n{module} True"

@@ -10,6 +10,7 @@ import __future__
 import builtins
 import codecs
 import contextlib
+import gc
 import importlib
 import io
 import os
@@ -67,6 +68,7 @@ def preload(settings) -> None:
             importlib.import_module(name)
     if settings.libraries:
         load_libraries(settings.libraries)
+        seed_in_children()
     for name in LATE_CODECS:
         codecs.lookup(name)
     if not settings.libraries:
@@ -101,12 +103,24 @@ def load_libraries(libraries) -> None:
             for attribute in dir(sys.modules.get(name)):
                 with contextlib.suppress(Exception):  # the library's own matter
                     getattr(sys.modules[name], attribute)
-        if numpy_random := sys.modules.get("numpy.random"):  # `random` sees to itself
-            os.register_at_fork(after_in_child=lambda: numpy_random.seed(struct.unpack("=8I", os.urandom(32))))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         for name in places:
             del os.environ[name]
+
+
+def seed_in_children() -> None:
+    """The generators that libraries hold, as numpy and sympy do. Python seeds that of `random` itself."""
+    random, numpy_random = sys.modules["random"], sys.modules.get("numpy.random")
+    states = [value for value in gc.get_objects() if issubclass(type(value), random.Random)]
+
+    def seed() -> None:
+        for state in states:
+            state.seed()
+        if numpy_random:  # left to itself, it takes a millisecond to find some
+            numpy_random.seed(struct.unpack("=8I", os.urandom(32)))
+
+    os.register_at_fork(after_in_child=seed)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
