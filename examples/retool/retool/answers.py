@@ -295,7 +295,7 @@ def _literal(text: str) -> Fraction | None:
 
 def _enclosed(text: str, opening: str, closing: str) -> bool:
     """Whether the first bracket of a text is closed by its last one."""
-    if not (text.startswith(opening) and text.endswith(closing) and len(text) >= len(opening) + len(closing)):
+    if not (text.startswith(opening) and text.endswith(closing)):
         return False
     depth = 0
     for token in TOKEN.finditer(text):

@@ -316,3 +316,29 @@ def test_a_vime_whose_worker_is_built_in_another_way_is_ended_by_its_process(wor
     worker.output_queue = []
     failures.end_run(LOST)
     assert ended == [LOST]
+
+
+ENDED = """
+import logging, logging.handlers, sys, threading
+from retool import failures
+sys.stdout, sys.stderr = (open(number, "w", closefd=False) for number in (1, 2))  # neither is written at once
+logging.getLogger().addHandler(logging.handlers.MemoryHandler(9, target=logging.FileHandler(sys.argv[1], delay=True)))
+logging.warning("logged")
+print("printed")
+try:
+    raise ValueError("the cause")
+except ValueError as error:
+    cause = error
+threading.Thread(target=failures._end_process, args=[cause], daemon=True).start()
+threading.Event().wait()
+"""
+
+
+def test_a_process_that_is_ended_leaves_all_that_it_said_and_the_cause_last(tmp_path):
+    command = [sys.executable, "-c", ENDED, str(tmp_path / "log")]
+    settings = {**os.environ, "PYTHONPATH": str(EXAMPLE)}
+    done = subprocess.run(command, env=settings, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and done.stdout == "printed\n", done.stderr
+    assert (tmp_path / "log").read_text() == "logged\n"
+    assert done.stderr.startswith("Traceback") and done.stderr.endswith("\nValueError: the cause\n")
+    assert done.stderr.count("the cause") == 2  # under the traceback, and by itself

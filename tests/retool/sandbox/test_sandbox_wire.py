@@ -35,3 +35,21 @@ def test_what_runs_in_the_jail_imports_the_standard_library_alone(file):
             assert not node.level and (not of_ours or of_ours in {file.stem for file in JAILED})
             imported |= set() if of_ours else {node.module.split(".")[0]}
     assert imported <= sys.stdlib_module_names
+
+
+LONGEST = ["#" * wire.MAX_CODE_BYTES, "π" * (wire.MAX_CODE_BYTES // 2)]
+
+
+@pytest.mark.parametrize("code", [*LONGEST, ""])
+def test_a_request_carries_the_whole_source(code):
+    sent = wire.request(wire.CHECK, 1.5, code)
+    assert wire.HEADER.unpack(sent[: wire.HEADER.size]) == (wire.CHECK, 1.5)
+    assert sent[wire.HEADER.size :].decode() == code and len(sent) <= wire.MAX_REQUEST_BYTES
+
+
+@pytest.mark.parametrize(
+    "code, said", [*((code + "#", "longer than 60000 bytes") for code in LONGEST), ("\ud800", "Unicode")]
+)
+def test_a_source_that_cannot_be_sent_is_refused(code, said):
+    with pytest.raises(ValueError, match=said):
+        wire.request(wire.RUN, 1.5, code)
