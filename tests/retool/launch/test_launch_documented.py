@@ -183,6 +183,8 @@ SAYS = {
     "-- --lr 1e-6": "-- is a flag of neither vime nor Megatron",
     "--num-rollout": "vime refuses the command: argument --num-rollout: expected one argument",
     "--num-rollout many": "vime refuses the command: argument --num-rollout: invalid int value: 'many'",
+    "--save=": "--save= has no value behind it",
+    "--ref-load=": "--ref-load= has no value behind it",
     "--load-debug-rollout-data x": "",  # no engines: the script's own flags of vLLM are none then
     "--seed -5": "",
 }
