@@ -211,7 +211,7 @@ def _cannot_hold_files(folder: str) -> str:
 def command(settings: Settings, words: Sequence[str]) -> Iterator[Finding]:
     """What does not fit together, of the whole command line of the job."""
     for word in words:
-        if re.fullmatch(r"--[\w-]+=", word):  # vime would take it for the empty text, as a place for the working folder
+        if re.fullmatch(r"--[\w-]+=", word):  # to vime an empty text: of a place, the working folder
             yield problem(f"{word} has no value behind it; give one, or leave the flag out")
     for part in (_layout, _cluster, _resumed, _disk, _data):
         yield from part(settings, words)

@@ -138,6 +138,8 @@ def read_step(number: int, rollout: Path, train: Path | None, frames: Frames, di
                 sampled, cut = sampled + trained, cut + (own and not trained)
             else:
                 sampled, misread = sampled + own, misread + (own != trained)
+        answered = sample["metadata"]["retool"]["end_reason"] == "answer"
+        cut += answered and sample["tokens"][-1] not in (frames.end, frames.called)
     return Step(
         number=number,
         episodes=len(samples),

@@ -262,14 +262,19 @@ def seeds(run: Run) -> list[str]:
 
 
 @contextlib.contextmanager
-def engine(run: Run) -> Iterator[Server]:
-    """vLLM on the CPU as vime wants an engine that it does not start itself."""
+def engine(run: Run, transfer: str = "ipc") -> Iterator[Server]:
+    """vLLM on the CPU as vime wants an engine that it does not start itself.
+
+    Args:
+        transfer: the way of the weights that vime asks an engine for by name, though here they go over the disk: "ipc"
+            with --colocate, "nccl" without.
+    """
     server = start_engine(
         run.folder / "model",
         run.seed,
         run.folder,
         python=run.programs / "python",
-        flags=["--weight-transfer-config", '{"backend": "ipc"}'],  # with --colocate vime asks for this one by name
+        flags=["--weight-transfer-config", json.dumps({"backend": transfer})],
         settings={
             "VLLM_SERVER_DEV_MODE": "1",  # opens what vime asks of an engine and has it do: server_info, collective_rpc
             "VLLM_CPU_KVCACHE_SPACE": "1",

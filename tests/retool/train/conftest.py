@@ -1,11 +1,25 @@
 """A tiny run of the third command's own stages, which the tests of the trainer share: SFT, an engine, two steps of
 RL."""
 
+import json
 import os
+import subprocess
+from pathlib import Path
 
 import pytest
-from train_helpers import DRAWN, DRAWN_REWARDS, TINY, is_free_of_gpus
+from cpu.options import EXAMPLE
+from train_helpers import (
+    DRAWN,
+    DRAWN_REWARDS,
+    TINY,
+    dump_rollouts,
+    is_free_of_gpus,
+    launch_arguments,
+    samples_of,
+    varied,
+)
 from trainer import run
+from trainer.evidence import logged
 
 ROOTS = ("VIME_ROOT", "MEGATRON_ROOT")
 
@@ -58,3 +72,53 @@ def reinforced(trained, server):
     (trained.folder / run.GENERATED).write_text(str(run.generated_tokens(server)))
     run.export(trained)
     return trained
+
+
+@pytest.fixture(scope="session")
+def batches(reinforced):
+    """With the engine's log-probs moved off Megatron's, up and down by turns, so that there is something to
+    correct."""
+    samples = samples_of(run.dumped(reinforced, "rl", "rollout_0.pt"))
+    for sample in samples:
+        reported = enumerate(sample["rollout_log_probs"])
+        sample["rollout_log_probs"] = [value + (-0.6, 0.1, 0.3)[place % 3] for place, value in reported]
+    return varied(samples)
+
+
+@pytest.fixture(scope="session")
+def retrain(trained):
+    """retrain(name, rollouts, *flags, ranks=1): vime's metrics of each step on rollouts as they are given.
+
+    It starts from the SFT model, in `trainer_forks`; the name is that of the log, and with _dump of the rollouts.
+    """
+    given = launch_arguments(trained)
+    paths = [str(EXAMPLE), str(trained.vime), str(trained.sources.megatron)]
+    settings = {"PYTHONPATH": os.pathsep.join(paths), "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    program = Path(__file__).with_name("trainer_forks.py")
+    with open(trained.folder / "forks.log", "w") as log:
+        process = subprocess.Popen(
+            [trained.programs / "python", program],
+            cwd=trained.folder,
+            env=os.environ | trained.environment(**settings),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+        )
+
+    def retrain(name, rollouts, *flags, ranks=1):
+        log, place = trained.folder / f"{name}.log", str(trained.folder / name)
+        arguments = [*given, *dump_rollouts(trained, name, rollouts), "--load", place, "--save", place]
+        arguments += ["--actor-num-gpus-per-node", str(ranks), *flags]
+        process.stdin.write(json.dumps({"arguments": arguments, "ranks": ranks, "log": str(log)}) + "\n")
+        process.stdin.flush()
+        line = " "
+        while line and not line.startswith("["):  # libraries print while they are imported
+            line = process.stdout.readline()
+        assert line and not any(json.loads(line)), (line, log.read_text()[-3000:])
+        steps = logged(log)["step"]
+        return [steps[number] for number in range(len(rollouts))]
+
+    with process:
+        yield retrain
+        process.stdin.close()

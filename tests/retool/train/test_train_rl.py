@@ -1,9 +1,7 @@
 """RL through vime's trainer with a real engine: weights, log-probs, tokens, and the gradient itself."""
 
-import copy
-
 import pytest
-from train_helpers import STILL, TIS_CLIP, gradient, load_model, own_advantages, replay, samples_of, trained_on
+from train_helpers import STILL, TIS_CLIP, gradient, load_model, own_advantages, samples_of, trained_on
 from trainer import run
 from trainer.evidence import compare_export, logged
 
@@ -46,40 +44,6 @@ def test_loss_and_gradient_are_those_of_plain_transformers(reinforced, sft_model
     assert metrics["train/grad_norm"] == pytest.approx(norm, rel=1e-4)
 
 
-def lost(sample):
-    return {**sample, "remove_sample": True, "reward": {"score": 0.0, "acc": False, "pred": ""}}
-
-
-def empty(sample):
-    """The engine failed before the first token."""
-    prompt = sample["tokens"][: len(sample["tokens"]) - sample["response_length"]]
-    nothing = {"tokens": prompt, "response": "", "response_length": 0, "loss_mask": [], "rollout_log_probs": []}
-    return {**lost(sample), **nothing, "status": "aborted"}
-
-
-def varied(samples):
-    """The batch as it is, and with lost and empty samples in the first, a middle and the last place, and a whole
-    group."""
-    places = [[0], [5], [len(samples) - 1], [0, 1, 2, 3], [0, 1, 2], [5, len(samples) - 1]]
-    batches = [samples]
-    for spoil in (lost, empty):
-        for spoiled in places:
-            batch = [spoil(sample) if place in spoiled else sample for place, sample in enumerate(samples)]
-            batches.append(copy.deepcopy(batch))
-    return batches
-
-
-@pytest.fixture(scope="session")
-def batches(reinforced):
-    """With the engine's log-probs moved off Megatron's, up and down by turns, so that there is something to
-    correct."""
-    samples = samples_of(run.dumped(reinforced, "rl", "rollout_0.pt"))
-    for sample in samples:
-        reported = enumerate(sample["rollout_log_probs"])
-        sample["rollout_log_probs"] = [value + (-0.6, 0.1, 0.3)[place % 3] for place, value in reported]
-    return varied(samples)
-
-
 @pytest.mark.parametrize(
     "name, correction, flags",
     [
@@ -96,10 +60,10 @@ def batches(reinforced):
     ],
 )
 def test_lost_and_empty_samples_in_each_place_change_nothing_else(
-    reinforced, batches, sft_model, name, correction, flags
+    retrain, batches, sft_model, name, correction, flags
 ):
     """On two ranks, and with vime's corrections for an engine that samples otherwise than the trainer would."""
-    steps = replay(reinforced, name, batches, *STILL, *flags, gpus=2)
+    steps = retrain(name, batches, *STILL, *flags, ranks=2)
     model = load_model(sft_model)
     for number, (metrics, batch) in enumerate(zip(steps, batches, strict=True)):
         loss, norm = gradient(model, batch, own_advantages(batch), correction)
