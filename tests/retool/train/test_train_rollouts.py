@@ -1,5 +1,5 @@
-"""How samples come to the trainer in other ways than a batch at a time: two steps each, by the launch script, with a real
-engine."""
+"""Samples that come to the trainer otherwise than a batch at a time: two steps each, by the launch script, with a
+real engine."""
 
 import shlex
 import shutil
