@@ -72,7 +72,8 @@ def test_log_probs_are_of_the_sets_that_top_p_kept(retrain, batches, sft_model):
         ids, count = torch.tensor(sample["tokens"]), sample["response_length"]
         with torch.no_grad():
             logits = model(ids[None]).logits[0].float()[len(ids) - 1 - count : -1]
-        kept = (logits > logits.gather(1, ids[-count:, None]) - 0.5) | (logits.softmax(-1) > 0.05)
+        kept = logits >= logits.topk(2).values[:, 1:]
+        kept.scatter_(1, ids[-count:, None], True)
         sets = [row.nonzero()[:, 0].tolist() for row in kept]
         offsets = [0, *torch.tensor([len(one) for one in sets]).cumsum(0).tolist()]
         samples.append({**sample, "rollout_top_p_token_ids": sum(sets, []), "rollout_top_p_token_offsets": offsets})
@@ -81,7 +82,7 @@ def test_log_probs_are_of_the_sets_that_top_p_kept(retrain, batches, sft_model):
     assert metrics["train/pg_loss"] == pytest.approx(loss, abs=1e-4)
     assert metrics["train/grad_norm"] == pytest.approx(norm, rel=1e-4)
     _, whole = gradient(model, batches[0], own_advantages(samples))
-    assert norm != pytest.approx(whole, rel=0.01), "the sets make no difference here"
+    assert norm != pytest.approx(whole, rel=1e-3), "the sets make no difference here"
 
 
 def test_context_parallel_is_refused_by_name(trained):
