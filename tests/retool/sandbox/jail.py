@@ -346,8 +346,13 @@ def outside():
 
 
 def below() -> set[int]:
-    """All processes below this one, zombies included."""
-    return descendants(os.getpid(), zombies=True)
+    """All processes below this one, zombies included, but those of the Ray cluster that the tests share."""
+    found = descendants(os.getpid(), zombies=True)
+    for pid in set(found):
+        with contextlib.suppress(OSError):
+            if b"ray.init(" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                found -= descendants(pid, zombies=True) | {pid}
+    return found
 
 
 # ---------------------------------------------------------------------------------------------------------------------
