@@ -10,7 +10,6 @@ import functools
 import io
 import json
 import os
-import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -247,12 +246,6 @@ def run_script(
     )
 
 
-def job_words(output: str) -> list[str]:
-    """The words of the training script's command line, read back by a shell's rules."""
-    words = shlex.split(output.replace("\\\n", " "), comments=True)
-    return words[max(i for i, word in enumerate(words) if word.endswith(".py")) + 1 :]
-
-
 def flags_of(words: list[str]) -> dict[str, list[str]]:
     flags: dict[str, list[str]] = {}
     for word in words:
@@ -261,13 +254,6 @@ def flags_of(words: list[str]) -> dict[str, list[str]]:
         else:
             last.append(word)
     return flags
-
-
-def job_environment(output: str) -> dict[str, str]:
-    """The environment that the last command of the output is printed with."""
-    words = shlex.split(output.replace("\\\n", " "), comments=True)
-    start = max(i for i, word in enumerate(words) if word == "env") + 1
-    return dict(word.split("=", 1) for word in words[start : words.index("python3", start)])
 
 
 both = pytest.mark.parametrize("stage", ["sft", "rl"])

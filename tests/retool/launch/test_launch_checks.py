@@ -10,19 +10,9 @@ from unittest import mock
 import pyarrow
 import pyarrow.parquet
 import pytest
+from commands import job_words
 from launch import checkpoints, checks, ray_job
-from launch_helpers import (
-    EXAMPLE,
-    MESSAGES,
-    SECRET,
-    both,
-    dry_run,
-    flags_of,
-    job_words,
-    run,
-    run_script,
-    whole_checkpoint,
-)
+from launch_helpers import EXAMPLE, MESSAGES, SECRET, both, dry_run, flags_of, run, run_script, whole_checkpoint
 from project import ORDINARY
 from retool.supervise import LaunchError
 

@@ -5,8 +5,6 @@ Where no checkouts of vime and Megatron are named, a parser of the tests' own st
 
 import json
 import os
-import re
-import shlex
 import shutil
 import signal
 import subprocess
@@ -16,8 +14,9 @@ from typing import NamedTuple
 from unittest import mock
 
 import pytest
+from commands import job_words, recipes
 from launch import main, ray_job
-from launch_helpers import ARGUMENTS, EXAMPLE, SECRET, dry_run, flags_of, job_words, known_flags, run
+from launch_helpers import ARGUMENTS, EXAMPLE, SECRET, dry_run, flags_of, known_flags, run
 from watching import alive, wait_for
 
 QWEN3 = {
@@ -71,11 +70,11 @@ DOCUMENTED = {
     "evaluation alone": Launch("rl", ["--num-rollout", "0", "--lr-decay-iters", "1", "--no-load-optim"]),
     "fewer checkpoints": Launch("rl", ["--save-interval", "20", "--save-retain-interval", "200"]),
 }
-RECIPES = (EXAMPLE / "docs" / "recipes.md").read_text()
-for _number, _command in enumerate(re.findall(r"```bash\n(.*?)```", RECIPES, re.S)):
-    _before, _flags = _command.replace("\\\n", " ").split("bash examples/retool/retool_qwen3_4b_rl.sh")
-    _settings = dict(word.split("=", 1) for word in shlex.split(_before))
-    DOCUMENTED[f"recipe {_number}"] = Launch("rl", shlex.split(_flags), _settings)
+DOCUMENTED |= {
+    f"{heading} {number}": Launch("rl", recipe.flags, recipe.settings)
+    for heading, commands in recipes().items()
+    for number, recipe in enumerate(commands)
+}
 documented = pytest.mark.parametrize("launch", DOCUMENTED.values(), ids=DOCUMENTED)
 
 

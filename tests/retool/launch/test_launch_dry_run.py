@@ -8,7 +8,8 @@ import subprocess
 import sys
 
 import pytest
-from launch_helpers import EXAMPLE, SECRET, both, dry_run, flags_of, job_environment, job_words
+from commands import job_environment, job_words
+from launch_helpers import EXAMPLE, SECRET, both, dry_run, flags_of
 
 
 @both

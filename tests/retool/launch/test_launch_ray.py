@@ -12,8 +12,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from commands import job_words
 from launch import local_ray, ray_job
-from launch_helpers import EXAMPLE, LAUNCHED, SECRET, Tree, job_words, make_tree, run_script
+from launch_helpers import EXAMPLE, LAUNCHED, SECRET, Tree, make_tree, run_script
 from retool.supervise import LaunchError
 from surroundings import NAME, worst
 from watching import alive, descendants, wait_for

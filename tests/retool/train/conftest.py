@@ -7,14 +7,14 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from cpu.options import EXAMPLE
+from commands import job_environment, job_words
 from train_helpers import (
     DRAWN,
     DRAWN_REWARDS,
     TINY,
     dump_rollouts,
     is_free_of_gpus,
-    launch_arguments,
+    printed_launch,
     samples_of,
     varied,
 )
@@ -91,15 +91,14 @@ def retrain(trained):
 
     It starts from the SFT model, in `trainer_forks`; the name is that of the log, and with _dump of the rollouts.
     """
-    given = launch_arguments(trained)
-    paths = [str(EXAMPLE), str(trained.vime), str(trained.sources.megatron)]
-    settings = {"PYTHONPATH": os.pathsep.join(paths), "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    printed = printed_launch(trained)
+    given, environment = job_words(printed), trained.environment(**job_environment(printed))
     program = Path(__file__).with_name("trainer_forks.py")
     with open(trained.folder / "forks.log", "w") as log:
         process = subprocess.Popen(
             [trained.programs / "python", program],
             cwd=trained.folder,
-            env=os.environ | trained.environment(**settings),
+            env=os.environ | environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,
@@ -112,10 +111,9 @@ def retrain(trained):
         arguments += ["--actor-num-gpus-per-node", str(ranks), *flags]
         process.stdin.write(json.dumps({"arguments": arguments, "ranks": ranks, "log": str(log)}) + "\n")
         process.stdin.flush()
-        line = " "
-        while line and not line.startswith("["):  # libraries print while they are imported
-            line = process.stdout.readline()
-        assert line and not any(json.loads(line)), (line, log.read_text()[-3000:])
+        # Libraries print while they are imported.
+        answer = next((line for line in process.stdout if line.startswith("[")), None)
+        assert answer and not any(json.loads(answer)), (answer, log.read_text()[-3000:])
         steps = logged(log)["step"]
         return [steps[number] for number in range(len(rollouts))]
 

@@ -1,24 +1,15 @@
 """The recipes of the guide, and options beside them, through vime's trainer: each has the gradient that its definition
 asks for."""
 
-import shlex
-
 import pytest
 import torch
-from cpu.options import EXAMPLE
+from commands import recipes
 from train_helpers import STILL, gradient, load_model, own_advantages
 from trainer import run
 from trainer.evidence import logged
 
 pytestmark = pytest.mark.train
-RECIPES = dict(section.split("\n", 1) for section in (EXAMPLE / "docs" / "recipes.md").read_text().split("\n## ")[1:])
-SCRIPT = "bash examples/retool/retool_qwen3_4b_rl.sh"
-
-
-def commands(recipe):
-    """The flags of each command of a recipe, and what it sets before them."""
-    blocks = [part.split("```")[0].replace("\\\n", " ") for part in RECIPES[recipe].split("```bash\n")[1:]]
-    return [(shlex.split(before), shlex.split(flags)) for before, flags in (block.split(SCRIPT) for block in blocks)]
+RECIPES = recipes()
 
 
 def whitened(samples, advantages):
@@ -45,16 +36,15 @@ ADVANTAGES = {
 def test_each_recipe_that_changes_the_loss_is_among_these():
     rollouts = {"Partial rollout", "Fully asynchronous"}  # they change what is sampled when
     assert {name for name, _ in ADVANTAGES} | rollouts == RECIPES.keys()
-    assert all(
-        len(commands(name)) == sum(name == other for other, _ in ADVANTAGES) for name in RECIPES.keys() - rollouts
-    )
+    for name in RECIPES.keys() - rollouts:
+        assert len(RECIPES[name]) == sum(name == other for other, _ in ADVANTAGES)
 
 
 @pytest.mark.parametrize("recipe, number", ADVANTAGES)
 def test_a_recipe_has_the_gradient_that_it_is_defined_by(retrain, batches, sft_model, recipe, number):
     """Two steps, a batch as it is and one in which samples are lost, each on the policy that took the samples: there
     the clipped ratio is 1, of tokens and of sequences, and so is its gradient that of the log-prob."""
-    [(settings, flags)] = commands(recipe)[number : number + 1]
+    settings, flags = RECIPES[recipe][number]
     assert not settings
     two = [batches[0], batches[2]]
     steps = retrain(f"recipe_{recipe}_{number}", two, *STILL, *flags)

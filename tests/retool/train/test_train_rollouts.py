@@ -5,8 +5,8 @@ import shlex
 import shutil
 
 import pytest
+from commands import recipes
 from cpu.options import EXAMPLE
-from test_train_options import commands
 from train_helpers import DRAWN, gradient, load_model, own_advantages, samples_of
 from trainer import run
 from trainer.evidence import logged
@@ -28,7 +28,7 @@ def check_first_step(trained, sft_model, stage):
 
 
 def test_partial_rollout_with_groups_that_are_filtered_and_sampled_in_advance(trained, server, sft_model):
-    [(_, flags)] = commands("Partial rollout")
+    [(_, flags)] = recipes()["Partial rollout"]
     flags += ["--over-sampling-batch-size", "16"]  # of 4, so that most are under way when it is full
     flags += ["--dynamic-sampling-filter-path", "generate_with_retool.keep_group"]
     run.reinforced(trained, server, *flags, *ALONE, *DRAWN, stage="partial")
@@ -46,9 +46,9 @@ def test_a_fully_asynchronous_run(trained, sft_model, tmp_path, monkeypatch):
     script = copy / "retool_qwen3_4b_rl.sh"
     script.write_text(script.read_text().replace("    --colocate\n", ""))
     assert "--colocate" not in script.read_text()
-    [(settings, flags)] = commands("Fully asynchronous")
-    for setting in settings:
-        monkeypatch.setenv(*setting.split("="))
+    [(settings, flags)] = recipes()["Fully asynchronous"]
+    for setting in settings.items():
+        monkeypatch.setenv(*setting)
     monkeypatch.setattr(run, "EXAMPLE", copy)
     sizes = ["--actor-num-gpus-per-node", "1", "--rollout-num-gpus", "1"]
     with run.engine(trained, "nccl") as server:

@@ -17,7 +17,7 @@ import traceback
 from types import SimpleNamespace
 
 import ray
-from cpu.servers import free_ports
+from retool.processes import LOOPBACK, free_ports
 
 from vime.backends.megatron_utils.actor import MegatronTrainRayActor
 from vime.ray import rollout
@@ -36,7 +36,7 @@ def train(arguments: list[str], rank: int, ranks: int, port: int) -> None:
     sys.argv = ["train.py", *arguments]
     args = parse_args()
     manager = RolloutManager(args, None)
-    actor = MegatronTrainRayActor(ranks, rank, "127.0.0.1", port)
+    actor = MegatronTrainRayActor(ranks, rank, LOOPBACK, port)
     actor.init(args, "actor", with_ref=args.kl_coef != 0 or args.use_kl_loss)
     manager.set_train_parallel_config(actor.train_parallel_config)
     for number in range(args.num_rollout):
